@@ -58,6 +58,8 @@ class GoldenPlugin:
         self._pending: list[tuple[Claim, str]] = []
         self._claimed: set[str] = set()
         self._outcomes: set[tuple[str | None, str]] = set()
+        # By real path, as links may give one file two names: the name and text written last.
+        self._written: dict[str, tuple[str, str]] = {}
         self._commands: dict[str, None] = {}  # of failed tests, in order
         # numbers of an environment that the golden does not have: a sentence by path
         self._not_judged: dict[str, str] = {}
@@ -325,6 +327,14 @@ class GoldenPlugin:
             return
         problems = []
         for claim, outcome in pending:
+            real = os.path.realpath(self.root / claim.path)
+            path, text = self._written.get(real, (claim.path, claim.text))
+            if path != claim.path and text != claim.text:
+                problems.append(
+                    f"{claim.path} was not written: by a link it is {path}, which another test has "
+                    "just written with another text: replace the link by a file"
+                )
+                continue
             merge = None
             # The numbers of other environments stay in the file.
             if claim.kind == "numbers":
@@ -336,6 +346,7 @@ class GoldenPlugin:
             except values.NumbersError as error:
                 problems.append(f"{claim.path} was not written: it {error}")
             else:
+                self._written[real] = claim.path, claim.text
                 _add_facts(teardown, [_fact(claim, outcome)])
 
         if problems:

@@ -80,6 +80,17 @@ def goldens_below(root: Path) -> list[PurePosixPath]:
     return sorted(found)
 
 
+def linked_folders(root: Path) -> list[Path]:
+    """Return the folders that links among the goldens lead to: they have goldens of two names."""
+    found = []
+    for folder, names, _ in os.walk(root / FOLDER):
+        for name in names:
+            place = Path(folder, name)
+            if place.is_symlink():
+                found.append(Path(os.path.realpath(place)))
+    return found
+
+
 def normal(text: str) -> str:
     """Return a text with ``\\n`` as its line ends, and with one at the end."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")

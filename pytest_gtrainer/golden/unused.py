@@ -162,15 +162,21 @@ class UnusedGoldens:
             if self._mode != "ignore" and are_ours:
                 # A file that a link in use leads to is in use; the link to it may still go.
                 used = {os.path.realpath(self.root / path) for path in files if path not in unused}
-                self._report(session, [path for path in sorted(unused) if self._may_go(path, used)])
+                linked = store.linked_folders(self.root)
+                gone = [path for path in sorted(unused) if self._may_go(path, used, linked)]
+                self._report(session, gone)
         elif self._mode in ("fail", "prune") and are_ours:
             self.lines.append(f"unused goldens were not looked for: {part}")
 
         self._count("not judged", sorted(not_judged))
 
-    def _may_go(self, path: PurePosixPath, used: set[str]) -> bool:
+    def _may_go(self, path: PurePosixPath, used: set[str], linked: list[Path]) -> bool:
         file = self.root / path
-        return file.is_symlink() or os.path.realpath(file) not in used
+        if file.is_symlink():
+            return True
+        # Behind a link to its folder a golden has another name, whose test may check it.
+        real = os.path.realpath(file)
+        return real not in used and not any(map(Path(real).is_relative_to, linked))
 
     def _reason_of_cut(self, exitstatus: int) -> str | None:
         """Return the reason why the run has not come to its end; None if it has."""

@@ -378,3 +378,28 @@ def test_a_folder_of_locks_that_is_a_link_is_one_sentence(tmp_path, monkeypatch,
     ):
         store.write(tmp_path / "g", tmp_path, "x\n")
     assert [*(tmp_path / "elsewhere").iterdir()] == []
+
+
+@pytest.mark.parametrize("texts", ["ab", "aa"])
+def test_one_file_by_two_names_is_not_written_with_two_texts(
+    run_here, put_goldens, pytester, texts
+):
+    """The second test would take the golden of the first: the run was green, and the next one red."""
+    put_goldens("test_it/test_b.txt")
+    link = pytester.path / "golden/test_it/test_a.txt"
+    link.symlink_to("test_b.txt")
+    source = f"""
+        def test_a(gt_golden): gt_golden.check({texts[0]!r})
+        def test_b(gt_golden): gt_golden.check({texts[1]!r})
+    """
+    result = run_here(source, "--gt-update-goldens")
+    if texts == "aa":
+        result.assert_outcomes(passed=2)
+    else:
+        result.assert_outcomes(passed=2, errors=1)
+        result.stdout.fnmatch_lines(
+            ["*test_b.txt was not written: by a link it is golden/test_it/test_a.txt, which *"]
+        )
+    assert link.is_symlink()
+    assert link.read_text() == "a\n"
+    assert run_here(None).ret == (0 if texts == "aa" else 1)

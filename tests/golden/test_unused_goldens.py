@@ -192,6 +192,17 @@ def test_a_link_keeps_what_it_leads_to(run_here, put_goldens, pytester):
     assert (folder / "test_a.txt").read_text() == "test_a\n"
 
 
+def test_a_link_to_a_folder_keeps_what_is_in_it(run_here, put_goldens, pytester):
+    """Also what a test checks that was skipped: nothing says which names are in use."""
+    put_goldens("shared/test_a.txt", "shared/test_b-1@name.txt", "shared/test_b-2@name.txt")
+    put_goldens("shared/test_skipped.txt", "test_gone/test_a.txt")
+    (pytester.path / "golden/test_it").symlink_to("shared")
+    source = SOURCE + "\n@pytest.mark.skip\ndef test_skipped(gt_golden): gt_golden.check('x')\n"
+    result = run_here("import pytest\n" + source, "--gt-prune-goldens")
+    assert "removed golden/test_gone/test_a.txt" in result.outlines
+    assert len(os.listdir(pytester.path / "golden/shared")) == 4
+
+
 def test_links_that_loop_do_not_end_the_run(run_here, put_goldens, pytester):
     """One that a test checks, and one that no test does."""
     put_goldens(*USED[1:])

@@ -16,7 +16,8 @@ from pytest_gtrainer._torch.values import OpOverload, OpOverloadPacket
 from pytest_gtrainer.arithmetic.operators import base_name
 
 aten = torch.ops.aten
-_given: dict[Any, Callable[..., Any]] = {}
+# The functions given for an operator; the last one counts.
+_given: dict[Any, list[Callable[..., Any]]] = {}
 
 
 @contextmanager
@@ -32,16 +33,18 @@ def meaning(operator: Any, reference: Callable[..., Any]) -> Iterator[None]:
         ValueError: there is no such operator.
     """
     overloads = _overloads(operator)
-    before = {overload: _given.get(overload) for overload in overloads}
-    _given.update(dict.fromkeys(overloads, reference))
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        return reference(*args, **kwargs)
+
+    for overload in overloads:
+        _given.setdefault(overload, []).append(own)
     try:
         yield
     finally:
-        for overload, function in before.items():
-            if function is None:
-                _given.pop(overload, None)
-            else:
-                _given[overload] = function
+        # By itself: fixtures and generators may end in another order than they began.
+        for overload in overloads:
+            _given[overload].remove(own)
 
 
 def _overloads(operator: Any) -> list[OpOverload]:
@@ -64,7 +67,8 @@ def _overloads(operator: Any) -> list[OpOverload]:
 
 def given_meaning(operator: Any) -> Callable[..., Any] | None:
     """Return the reference that a user gave for an operator."""
-    return _given.get(operator)
+    given = _given.get(operator)
+    return given[-1] if given else None
 
 
 def parts_of(operator: Any) -> Callable[..., Any] | None:

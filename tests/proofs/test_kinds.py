@@ -8,6 +8,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pytest_gtrainer import AnotherFunction, assert_same_function, facts, meaning, prove
+from pytest_gtrainer.arithmetic.formulas import given_meaning
 from pytest_gtrainer.proofs.proof import MOST_NODES, kind_in_words
 
 F = nn.functional
@@ -333,6 +334,31 @@ def test_an_operator_of_a_user_is_opaque_until_it_has_a_meaning():
     with meaning("gt_proofs::scaled", lambda x, by: x * by * 2):
         assert prove(by_operator, by_hand, inputs=(X, W, B)).kind == "another function"
     assert prove(by_operator, by_hand, inputs=(X, W, B)).kind == "unknown", "it is gone"
+
+
+@pytest.mark.parametrize("first_ends_first", [True, False])
+@pytest.mark.parametrize("is_same", [True, False])
+def test_meanings_end_in_any_order(first_ends_first, is_same):
+    """The one that is left counts, also if both are one function."""
+    sin = torch.ops.aten.sin.default
+
+    def one(x):
+        return x
+
+    def other(x):
+        return x + x
+
+    functions = [one, one if is_same else other]
+    blocks = [meaning(sin, function) for function in functions]
+    for block in blocks:
+        block.__enter__()
+    X = torch.ones(2)
+    assert torch.equal(given_meaning(sin)(X), functions[1](X))
+    ends, stays = (0, 1) if first_ends_first else (1, 0)
+    blocks[ends].__exit__(None, None, None)
+    assert torch.equal(given_meaning(sin)(X), functions[stays](X))
+    blocks[stays].__exit__(None, None, None)
+    assert given_meaning(sin) is None
 
 
 @pytest.mark.parametrize(

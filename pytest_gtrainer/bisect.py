@@ -165,6 +165,8 @@ class Bisection:
             given.
         silent: inputs on which every result was NaN: there, no pass could be seen to change a bit.
         nan: results that are nothing but NaN on the given inputs, if others are numbers.
+        every: whether every prefix of the passes was replayed. If not, "equal" says that all of
+            them together change no bit.
     """
 
     outcome: Outcome
@@ -179,10 +181,11 @@ class Bisection:
     inputs: str = ""
     silent: tuple[str, ...] = ()
     nan: tuple[str, ...] = ()
+    every: bool = False
 
     def __str__(self) -> str:
         if self.outcome == "equal":
-            text = f"no pass of {self.total} changes a bit ({self.replays} replays)"
+            text = f"{_spell_equal(self.total, self.every)} ({self.replays} replays)"
             if self.silent:
                 text += (
                     f"; every result is NaN on {', '.join(self.silent)}, so nothing could differ "
@@ -208,6 +211,13 @@ class Bisection:
         else:
             lines.append("  no value that both graphs have differs on this rank")
         return "\n".join([*lines, *cut(made, self.made)])
+
+
+def _spell_equal(total: int, every: bool = False) -> str:
+    # Halving has compared the last graph alone: one pass may take back what another did.
+    if total > 1 and not every:
+        return f"all {total} passes together change no bit"
+    return f"no pass of {total} changes a bit"
 
 
 def bisect_passes(
@@ -304,8 +314,9 @@ def bisect_extremes(
         return on_any_rank(not search.is_all_nan)
 
     silent = tuple(try_extremes(inputs, check))
-    found = different[0] if different else Bisection("equal", len(stages) - 1, silent=silent)
-    return replace(found, replays=replays)
+    if different:
+        return replace(different[0], replays=replays)
+    return Bisection("equal", len(stages) - 1, silent=silent, replays=replays, every=every)
 
 
 def bisect_towards(stages: Sequence[Stage], run: Run, expected: Values) -> Bisection | None:
@@ -358,7 +369,7 @@ class _PassSearch:
             guilty = last - different
         if guilty:
             return self.describe(guilty)
-        equal = Bisection("equal", last, replays=self.replays)
+        equal = Bisection("equal", last, replays=self.replays, every=every)
         if self.is_all_nan:
             return replace(equal, silent=("the inputs as they were given",))
         return replace(equal, nan=tuple(only_nan(self._results)))
@@ -527,7 +538,7 @@ class _Pipeline:
                 return f"bisection{f' of replay {number}' if number > 1 else ''}: {found}\n{kind}"
             replays += found.replays
             silent += bool(found.silent)
-        text = f"bisection: no pass of {len(self.stages) - 1} changes a bit ({replays} replays)"
+        text = f"bisection: {_spell_equal(len(self.stages) - 1)} ({replays} replays)"
         if len(self.runs) > 1:
             text += f", on the inputs of the first {len(self.runs)} replays"
         if silent:

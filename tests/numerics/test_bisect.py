@@ -175,7 +175,10 @@ def test_passes_that_change_no_bit_are_equal():
     """The twin; random numbers and the buffer start anew at every replay."""
     model = Net()
     found = bisect_passes(traced_net(), HARMLESS, (model, *BATCH))
-    assert (found.outcome, str(found)) == ("equal", "no pass of 5 changes a bit (38 replays)")
+    assert (found.outcome, str(found)) == (
+        "equal",
+        "all 5 passes together change no bit (38 replays)",
+    )
     assert model.steps == 0
 
 
@@ -184,8 +187,12 @@ def test_a_difference_that_is_taken_back_is_found_by_replaying_every_prefix():
         return traced_net().gm
 
     passes = [*pipeline(1), bind_options(undo_pass)]
-    assert bisect_passes(traced_net(), passes, (Net(), *BATCH)).outcome == "equal"
+    halved = bisect_passes(traced_net(), passes, (Net(), *BATCH))
+    assert halved.outcome == "equal"
+    assert str(halved).startswith(f"all {len(passes)} passes together change no bit (")
     assert bisect_passes(traced_net(), passes, (Net(), *BATCH), every=True).number == 2
+    harmless = bisect_passes(traced_net(), HARMLESS[:2], (Net(), *BATCH), every=True)
+    assert str(harmless).startswith("no pass of 2 changes a bit (")
 
 
 def test_a_wrong_result_of_a_buffer_counts():

@@ -89,7 +89,7 @@ def test_a_failing_comparison_names_the_pass(pytester: pytest.Pytester):
         == 2
     )
     assert "rank 1: BitwiseDifference" in text
-    assert "bisection: no pass of 5 changes a bit (2 replays)" in text
+    assert "bisection: all 5 passes together change no bit (2 replays)" in text
     assert (
         "bisection: no graph was rewritten by apply_graph_passes and replayed before "
         "this comparison" in text

@@ -594,9 +594,15 @@ class PassWitness:
         self._running = [*(self._running or [Stage("", before)]), Stage(run.name, after)]
 
     def _see_pipeline(self, given: fx.GraphModule, result: fx.GraphModule) -> None:
-        if self._running:
-            self._pipelines.append(_Pipeline(self._running, result))
-        self._running = []
+        stages, self._running = self._running, []
+        if not stages:
+            return
+        # Passes may be applied in several calls: the one that changed a bit may be of an earlier.
+        for earlier in reversed(self._pipelines):
+            if earlier.result is given:
+                stages = [*earlier.stages, *stages[1:]]
+                break
+        self._pipelines.append(_Pipeline(stages, result))
 
     def _keep(
         self, gm: fx.GraphModule, run: Callable[[], Run], inputs: Sequence[Any] | None = None

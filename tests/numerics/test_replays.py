@@ -213,3 +213,30 @@ def test_what_a_record_expects_of_a_graph_at_a_step(rank, own):
     assert sorted(found) == sorted(Key(0, each, "", name) for each in own for name in names)
     last = rank if rank is not None else 1
     assert found[Key(0, own[-1], "", "lo")].item() == 10 + last, "of the step that is asked for"
+
+
+@pytest.mark.parametrize("wrong_first", [True, False])
+def test_passes_that_are_applied_in_two_calls_are_bisected_as_one_pipeline(wrong_first):
+    """The pass that changes a bit may be of the call before the one whose result is replayed."""
+    witness, traced = PassWitness(), traced_net()
+    parts = [pipeline(1), HARMLESS]
+    if not wrong_first:
+        parts.reverse()
+
+    def gradients(step):
+        model = Net()
+        torch.manual_seed(0)
+        step.replay(model, *BATCH)
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    expected = gradients(traced)
+    with facts.watching(witness.watchers()):
+        gm = traced.gm
+        for part in parts:
+            gm = apply_graph_passes(gm, traced.example_inputs, part, progress=None)
+        with pytest.raises(BitwiseDifference) as caught:
+            assert_bitwise_equal(gradients(traced.with_graph(gm)), expected)
+    place = 2 + (0 if wrong_first else len(HARMLESS))
+    total = len(parts[0]) + len(parts[1])
+    expected_words = f"bisection: introduced by pass {place} of {total}, reassociate_pass ("
+    assert expected_words in str(caught.value)

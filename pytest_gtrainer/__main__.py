@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 
 import pytest_gtrainer
-from pytest_gtrainer.attack.arguments import add_arguments as add_reduce_arguments
-from pytest_gtrainer.over_time.arguments import add_commands
+from pytest_gtrainer.attack import arguments as attack
+from pytest_gtrainer.over_time import arguments as over_time
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,26 +28,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_argument(
         "-v", "--verbose", action="store_true", help="list every name and every part"
     )
-    reduce = commands.add_parser(
-        "reduce",
-        help="make a graph on which a pass or a test fails as small as it can be",
-        description="Make a graph on which a pass or a test fails as small as it can be. Exit "
-        "status: 0 if it was reduced, 1 if it does not fail, 2 for arguments that cannot be used.",
-    )
-    add_reduce_arguments(reduce)
-    add_commands(commands)
+    attack.add_commands(commands)
+    over_time.add_commands(commands)
     given = parser.parse_args(arguments)
     if given.command is None:
         parser.print_help()
         return 0
-    if given.command == "reduce":
-        from pytest_gtrainer.attack.command import run
+    if given.command in ("reduce", "fuzz"):
+        from pytest_gtrainer.attack import command
 
-        return run(given)
+        return command.run(given)
     if given.command in ("record", "compare"):
-        from pytest_gtrainer.over_time import commands as over_time
+        from pytest_gtrainer.over_time import commands as recording
 
-        return over_time.run(given)
+        return recording.run(given)
     from pytest_gtrainer.doctor import report
 
     text, in_order = report(verbose=given.verbose)

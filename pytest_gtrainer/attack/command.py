@@ -1,9 +1,7 @@
-"""``python -m pytest_gtrainer reduce``: the file, the oracle, and what is written."""
+"""``python -m pytest_gtrainer reduce`` and ``fuzz``: arguments, and what is written and said."""
 
 import argparse
 import hashlib
-import os
-import re
 import sys
 import tempfile
 import time
@@ -11,17 +9,19 @@ from pathlib import Path
 
 from pytest_gtrainer import graphtext
 from pytest_gtrainer.attack.extract import computed
+from pytest_gtrainer.attack.fuzz import Fuzzer
 from pytest_gtrainer.attack.oracles import (
     NOT_JUDGED,
     Failure,
     Oracle,
     by_command,
     by_proof,
+    check_kind,
     load_pass,
+    with_limit,
     world_of,
 )
-from pytest_gtrainer.attack.reduce import Reduction, spell
-from pytest_gtrainer.graphtext import header
+from pytest_gtrainer.attack.reduce import Reduction, pass_file, spell, write_whole
 from pytest_gtrainer.graphtext.header import TextError
 
 _EVERY = 2.0
@@ -33,15 +33,51 @@ class UsageError(ValueError):
 
 
 def run(given: argparse.Namespace) -> int:
-    """Reduce a graph; return 0 if it fails, and so is reduced, 1 if it does not, 2 for bad usage."""
+    """Run ``reduce`` or ``fuzz``; return the exit status."""
     try:
-        return _Command(given).run()
-    except (UsageError, ValueError) as error:
-        print(f"reduce: {error}", file=sys.stderr)
+        if given.command == "fuzz":
+            return _fuzz(given)
+        return _Reduce(given).run()
+    except ValueError as error:
+        print(f"{given.command}: {error}", file=sys.stderr)
         return 2
 
 
-class _Command:
+def _fuzz(given: argparse.Namespace) -> int:
+    """Fuzz a pass; return 0 if it fails on no graph, 1 if it does or nothing is proven."""
+
+    def note(line: str) -> None:
+        print(f"fuzz: {line}", file=sys.stderr, flush=True)
+
+    for name in ("minutes", "nodes", "failures", "timeout"):
+        if getattr(given, name) <= 0:
+            raise UsageError(f"--{name}={getattr(given, name)}: give a number above 0")
+    if given.ranks < 0 or given.ranks == 1:
+        raise UsageError(f"--ranks={given.ranks}: give 2 or more, or 0 for graphs of one rank")
+    check_kind(given.at_least)
+    a_pass, name = load_pass(given.gt_pass), given.gt_pass.rpartition(":")[2]
+    text = f"# gtrainer graph v2\n# mesh: dp={given.ranks}\n" if given.ranks else ""
+    begun = time.monotonic()
+    with world_of(text) as ranks:
+        limited = with_limit(a_pass, given.timeout)
+        fuzzer = Fuzzer(limited, name, given.at_least, ranks, given.folder, note)
+        try:
+            fuzzer.run(given.seed, 60 * given.minutes, given.nodes, given.failures)
+        except KeyboardInterrupt:
+            note("interrupted")
+    note(fuzzer.state(time.monotonic() - begun))
+    for words, count in (fuzzer.refused + fuzzer.unknown).most_common(5):
+        note(f"not judged, {count} times: {words}")
+    proven = fuzzer.changed - fuzzer.unknown.total()
+    if proven < 1:
+        note(
+            f"nothing is proven: {name} changed none of the graphs that could be judged. Rules for "
+            "passes of other kinds: python -m pytest --pyargs pytest_gtrainer.conformance"
+        )
+    return 0 if proven > 0 and not fuzzer.found else 1
+
+
+class _Reduce:
     """One run of the command."""
 
     def __init__(self, given: argparse.Namespace) -> None:
@@ -119,20 +155,11 @@ class _Command:
 
     def _save(self, text: str) -> None:
         """Write the smallest graph so far, at once, so that a run that is cut can go on."""
-        lines = header.write({})
-        lines.append(f"# note: reduced from {self._digest}, {self._given.file.name}")
-        fields = header.read(text)
-        for name, value in fields.items():
-            if name == "world":
-                size = re.search(r"\d+", value)
-                value = f"fake {size[0] if size else value}"
-            lines.append(f"# {name}: {value}")
+        note = f"reduced from {self._digest}, {self._given.file.name}"
+        name, at_least = "", ""
         if self._given.proof is not None:
-            lines.append(f"# passes: {self._given.proof.rpartition(':')[2]}")
-            lines.append(f"# values: {self._given.at_least}")
-        temporary = self._output.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text("\n".join([*lines, header.body(text)]), encoding="utf-8")
-        temporary.replace(self._output)
+            name, at_least = self._given.proof.rpartition(":")[2], self._given.at_least
+        write_whole(self._output, pass_file(text, note, name, at_least))
 
     def _progress(self, line: str) -> None:
         if time.monotonic() - self._said >= _EVERY:

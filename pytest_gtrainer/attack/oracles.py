@@ -1,8 +1,10 @@
 """Judge whether a graph still shows a mistake: by a proof of a pass, or by a command."""
 
+import copy
 import importlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import fx
 
 from pytest_gtrainer import graphtext
 from pytest_gtrainer.attack.extract import inputs_of
@@ -95,6 +98,30 @@ def load_pass(path: str) -> Pass:
     return as_pass(found)
 
 
+def check_kind(at_least: str) -> None:
+    """Raise a ValueError for what is no kind of equal."""
+    if at_least not in KINDS:
+        raise ValueError(f"--at-least={at_least}: the kinds are {', '.join(KINDS)}")
+
+
+def with_limit(a_pass: Pass, seconds: float) -> Pass:
+    """Return a pass that raises a TimeoutError if it runs longer than that."""
+
+    def end(signal_number: int, frame: object) -> None:
+        raise TimeoutError(f"the pass has not ended after {seconds:.0f} s")
+
+    def run(gm: fx.GraphModule, inputs: Any) -> Any:
+        before = signal.signal(signal.SIGALRM, end)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            return a_pass(gm, inputs)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    return run
+
+
 def by_proof(a_pass: Pass, at_least: str) -> Oracle:
     """Judge a graph by the proof of it before and after a pass.
 
@@ -102,8 +129,7 @@ def by_proof(a_pass: Pass, at_least: str) -> Oracle:
         a_pass: ``(gm, example_inputs) -> gm``; it may also raise, which is a failure of its class.
         at_least: the weakest kind of equal that is right.
     """
-    if at_least not in KINDS:
-        raise ValueError(f"--at-least={at_least}: the kinds are {', '.join(KINDS)}")
+    check_kind(at_least)
 
     def judge(text: str) -> Failure | None:
         with world_of(text) as size:
@@ -113,28 +139,41 @@ def by_proof(a_pass: Pass, at_least: str) -> Oracle:
                 lint(after.graph, "the pass")
             except Exception as error:
                 return Failure(type(error).__name__, f"the pass raises {_first_line(error)}")
-            communicates = any(launches(node.target) for node in nodes_within(before))
-            net = NetModel.of_world(size) if communicates and size else None
-            try:
-                proof = prove_at_once(after, before, at_least, world=net)
-                if proof.is_at_least(at_least):
-                    return None
-                # Memory that nobody has written differs from itself, too.
-                itself = prove_at_once(graphtext.parse(text), before, at_least, world=net)
-            except (ValueError, RuntimeError) as error:
-                return Failure(NOT_JUDGED[1], f"the proof raises {_first_line(error)}")
-        if not itself.is_at_least(at_least):
-            return Failure(NOT_JUDGED[1], f"without the pass it is {itself}")
-        # A search for weaker kinds would say "another function", at twice the time.
-        kind = f"not {at_least}"
-        if kind not in proof.reason:
-            return Failure(proof.kind, str(proof))
-        words = f"first {proof.first}"
-        if proof.origin:
-            words += f"; it begins at {proof.origin}"
-        return Failure(kind, words)
+            return judge_graphs(after, before, at_least, size)
 
     return judge
+
+
+def judge_graphs(
+    after: fx.GraphModule, before: fx.GraphModule, at_least: str, ranks: int
+) -> Failure | None:
+    """Return how a graph differs from the one before a pass; None if it does not.
+
+    Args:
+        at_least: the weakest kind of equal that is right.
+        ranks: of the world in which graphs that communicate are proven, 0 without one.
+    """
+    communicates = any(launches(node.target) for node in nodes_within(before))
+    net = NetModel.of_world(ranks) if communicates and ranks else None
+    try:
+        proof = prove_at_once(after, before, at_least, world=net)
+        if proof.is_at_least(at_least):
+            return None
+        # Memory that nobody has written differs from itself, too.
+        again = fx.GraphModule(before, copy.deepcopy(before.graph))
+        itself = prove_at_once(again, before, at_least, world=net)
+    except (ValueError, RuntimeError) as error:
+        return Failure(NOT_JUDGED[1], f"the proof raises {_first_line(error)}")
+    if not itself.is_at_least(at_least):
+        return Failure(NOT_JUDGED[1], f"without the pass it is {itself}")
+    # A search for weaker kinds would say "another function", at twice the time.
+    kind = f"not {at_least}"
+    if kind not in proof.reason:
+        return Failure(proof.kind, str(proof))
+    words = f"first {proof.first}"
+    if proof.origin:
+        words += f"; it begins at {proof.origin}"
+    return Failure(kind, words)
 
 
 def by_command(command: str, folder: Path, seconds: float) -> Oracle:

@@ -6,9 +6,12 @@ accepted if it fails in the same kind as the graph did at first.
 Source: Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input", 2002.
 """
 
+import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from torch import fx
@@ -208,3 +211,36 @@ def minimize(items: Sequence[Item], fails: Callable[[Sequence[Item]], bool]) -> 
                 start += length
         length //= 2
     return kept
+
+
+def bare(text: str) -> str:
+    """Return a text whose header has only what decides its meaning."""
+    fields = header.read(text)
+    kept = {name: fields[name] for name in _KEPT if name in fields}
+    return "\n".join([*header.write(kept), header.body(text)])
+
+
+def pass_file(text: str, note: str, pass_name: str = "", at_least: str = "") -> str:
+    """Return graph text as a pass file, which fails until the pass is mended.
+
+    Args:
+        note: for the reader.
+        pass_name, at_least: the pass and the kind of equal that it has to keep; "" for a file that
+            a command judges.
+    """
+    lines = [*header.write({}), f"# note: {note}"]
+    for name, value in header.read(text).items():
+        if name == "world":
+            size = re.search(r"\d+", value)
+            value = f"fake {size[0]}" if size else value
+        lines.append(f"# {name}: {value}")
+    if pass_name:
+        lines += [f"# passes: {pass_name}", f"# values: {at_least}"]
+    return "\n".join([*lines, header.body(text)])
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file at once, so that a run that is cut leaves the old one or the new one."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

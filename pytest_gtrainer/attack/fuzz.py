@@ -1,0 +1,134 @@
+"""Fuzz a pass: thousands of generated graphs, each proven before against after it."""
+
+import copy
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from pytest_gtrainer import graphtext
+from pytest_gtrainer.attack.extract import computed, inputs_of
+from pytest_gtrainer.attack.generate import generate
+from pytest_gtrainer.attack.oracles import NOT_JUDGED, Failure, by_proof, judge_graphs
+from pytest_gtrainer.attack.reduce import Reduction, bare, pass_file, write_whole
+from pytest_gtrainer.graphtext import header
+from pytest_gtrainer.passes.graph_pass import Pass, lint, returned
+
+REFUSALS = (ValueError, NotImplementedError)
+"""Errors by which a pass says that a graph is not for it."""
+
+
+@dataclass
+class Fuzzer:
+    """A run of the fuzzer.
+
+    Attributes:
+        a_pass: ``(gm, example_inputs) -> gm``.
+        name: of the pass, for the files.
+        at_least: the kind of equal that the pass has to keep.
+        ranks: of the world that is up, 0 without one.
+        folder: for a pass file of each failure, reduced.
+        note: is called with a line of progress.
+        tried, changed: graphs that were made, and that the pass has changed.
+        refused, unknown: by their words, graphs that the pass refused or that no proof judges.
+        found: the files of failures, by kind and operators: each is written once.
+    """
+
+    a_pass: Pass
+    name: str
+    at_least: str
+    ranks: int
+    folder: Path
+    note: Callable[[str], None]
+    tried: int = 0
+    changed: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    unknown: Counter[str] = field(default_factory=Counter)
+    found: dict[str, Path] = field(default_factory=dict)
+
+    def run(self, seed: int, seconds: float, nodes: int, most: int) -> None:
+        """Try graphs of one seed after the other.
+
+        Args:
+            seed: of the first graph.
+            seconds: when to end.
+            nodes: of a graph, about.
+            most: end after so many different failures.
+        """
+        begun = said = time.monotonic()
+        while time.monotonic() - begun < seconds and len(self.found) < most:
+            self._try(seed + self.tried, nodes)
+            if time.monotonic() - said > 5:
+                said = time.monotonic()
+                self.note(self.state(said - begun))
+
+    def state(self, seconds: float) -> str:
+        """Return how far the run is, in a line."""
+        return (
+            f"{self.tried} graphs in {seconds:.0f} s, {self.changed} changed, "
+            f"{len(self.found)} failures"
+        )
+
+    def _try(self, seed: int, nodes: int) -> None:
+        gm = generate(seed, nodes, self.ranks).gm
+        self.tried += 1
+        before = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        old = _shape(gm)
+        try:
+            after = returned(self.a_pass(gm, inputs_of(gm)))
+            lint(after.graph, self.name)
+        except REFUSALS as error:
+            self.refused[str(error).partition("\n")[0]] += 1
+            return
+        except Exception:
+            self.changed += 1
+            self._report(before, seed)
+            return
+        if _shape(after) == old:
+            return
+        self.changed += 1
+        failure = judge_graphs(after, before, self.at_least, self.ranks)
+        if failure is None:
+            return
+        if failure.kind in NOT_JUDGED:
+            self.unknown[failure.words] += 1
+            return
+        self._report(before, seed)
+
+    def _report(self, before: fx.GraphModule, seed: int) -> None:
+        """Reduce the graph of a failure and write it."""
+        judge = by_proof(self.a_pass, self.at_least)
+        text = graphtext.render(before)
+        if self.ranks:
+            fields = {"world": f"fake {self.ranks}", "mesh": f"dp={self.ranks}"}
+            text = "\n".join([*header.write(fields), header.body(text)])
+        failure = judge(text)
+        if failure is None or failure.kind in NOT_JUDGED:
+            # The text says all that the graph is, so this is a pass that remembers.
+            failure = failure or Failure("not again", "the same graph, run again, does not fail")
+            self.unknown[f"seed {seed}: {failure.words}"] += 1
+            return
+        reduction = Reduction(text, failure, judge, lambda _: None, self.note)
+        reduction.run()
+        operators = sorted({str(node.target) for node in computed(reduction.graph())})
+        which = f"{reduction.failure.kind}: {', '.join(operators)}"
+        if which in self.found:
+            return
+        path = self.folder / f"{self.name}_{seed}.fxgraph"
+        note = f"found by fuzzing with seed {seed}: {reduction.failure.words}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, pass_file(bare(reduction.text), note, self.name, self.at_least))
+        self.found[which] = path
+        self.note(f"{path}\n{reduction.failure.kind}: {reduction.failure.words}")
+
+
+def _shape(gm: fx.GraphModule) -> list[Any]:
+    """Return what tells two versions of a graph apart, without the time of their text."""
+    lines: list[Any] = []
+    for node in gm.graph.nodes:
+        lines.append((node.name, node.op, node.target, str(node.args), str(node.kwargs)))
+    return lines

@@ -1,0 +1,346 @@
+"""Generate graphs: of every kind of operator, with views, writes, fresh buffers, random numbers.
+
+A graph is a function of its inputs: memory that nobody has written is not read.
+"""
+
+import operator
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from pytest_gtrainer._torch.values import FakeTensorMode, OpOverload, pytree
+
+aten = torch.ops.aten
+_functional = torch.ops._c10d_functional
+
+_UNARY = (
+    aten.relu,
+    aten.neg,
+    aten.exp,
+    aten.tanh,
+    aten.sigmoid,
+    aten.abs,
+    aten.sin,
+    aten.silu,
+    aten.clone,
+    aten.alias,
+    aten.detach,
+)
+_BINARY = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.maximum, aten.minimum)
+_SCALAR = (aten.add.Scalar, aten.sub.Scalar, aten.mul.Scalar, aten.div.Scalar, aten.rsub.Scalar)
+_NUMBERS = (1, 2, 4.0, 0.5, -1, 3.0)
+_FRESH = (aten.empty_like, aten.zeros_like, aten.ones_like, aten.rand_like, aten.randn_like)
+_WRITES = (aten.add_.Tensor, aten.mul_.Tensor, aten.copy_.default)
+_REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default)
+_COMPARISONS = (aten.gt.Tensor, aten.le.Tensor, aten.eq.Tensor)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@dataclass
+class Generated:
+    """A graph, and what made it.
+
+    Attributes:
+        seed: makes the same graph again, with the same number of nodes and ranks.
+    """
+
+    gm: fx.GraphModule
+    seed: int
+
+
+def generate(seed: int, nodes: int = 60, ranks: int = 0) -> Generated:
+    """Return a graph of about as many nodes.
+
+    Args:
+        seed: of everything that is drawn.
+        nodes: how many operators are tried; some do not fit.
+        ranks: with 2 or more the graph has collectives. A world of this size has to be up.
+    """
+    return Generated(_Maker(seed, ranks).make(nodes), seed)
+
+
+@dataclass
+class _Maker:
+    """A graph that grows, node by node."""
+
+    seed: int
+    ranks: int
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    floats: list[fx.Node] = field(default_factory=list)
+    unwritten: list[fx.Node] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.dice = random.Random(self.seed)
+        self.sizes = [self.dice.choice((2, 3, 4, 6, 8)) for _ in range(3)]
+
+    def make(self, nodes: int) -> fx.GraphModule:
+        for place in range(self.dice.randint(2, 5)):
+            shape = [self.dice.choice(self.sizes) for _ in range(self.dice.randint(1, 3))]
+            self._input(f"x{place}", torch.float32, shape)
+        self.places = self._input("places", torch.int64, [self.dice.choice(self.sizes)])
+        steps = self._steps()
+        for _ in range(nodes):
+            self.dice.choice(steps)()
+        # What nobody has written is no result, and nobody may read it.
+        for buffer in list(self.unwritten):
+            self._write_whole(buffer)
+        self._return()
+        # Operators run on small real tensors, as fake ones take ten times as long.
+        fake = FakeTensorMode().from_tensor
+        for node in self.graph.nodes:
+            if "val" in node.meta:
+                node.meta["val"] = pytree.tree_map_only(Tensor, fake, node.meta["val"])
+        return fx.GraphModule({}, self.graph)
+
+    def _steps(self) -> Sequence[Callable[[], Any]]:
+        """Return what a step may do; what stands twice is drawn twice as often."""
+        steps = [
+            *([self._unary] * 3),
+            *([self._binary] * 4),
+            *([self._scalar] * 3),
+            *([self._again] * 3),
+            *([self._product] * 2),
+            *([self._view] * 4),
+            *([self._fresh] * 2),
+            *([self._write] * 2),
+            self._reduce,
+            self._softmax,
+            self._cast,
+            self._choose,
+            self._join,
+            self._cut,
+            self._look_up,
+        ]
+        if self.ranks > 1:
+            steps += [self._communicate] * 4
+        return steps
+
+    def _input(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> fx.Node:
+        value = torch.zeros(*shape, dtype=dtype)
+        node = self.graph.placeholder(name)
+        node.meta.update(val=value, gt_input={"kind": "input", "fqn": name})
+        if dtype.is_floating_point:
+            self.floats.append(node)
+        return node
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node | None:
+        """Add a node; return None if the operator does not take these operands."""
+        if not isinstance(target, OpOverload):
+            target = target.default
+        values = pytree.tree_map(_value, (args, kwargs))
+        try:
+            value = target(*values[0], **values[1])
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+            return None
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = value
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+            self.floats.append(node)
+        return node
+
+    def _any(self) -> fx.Node:
+        """Choose an operand, a late one more often, so that graphs are deep."""
+        count = len(self.floats)
+        if self.dice.random() < 0.6:
+            return self.floats[self.dice.randrange(max(0, count - 8), count)]
+        return self.dice.choice(self.floats)
+
+    def _like(self, node: fx.Node) -> fx.Node:
+        """Choose an operand of the same shape and dtype, this one if there is no other."""
+        value = node.meta["val"]
+        alike = []
+        for other in self.floats:
+            given = other.meta["val"]
+            if given.shape == value.shape and given.dtype == value.dtype:
+                alike.append(other)
+        return self.dice.choice(alike)
+
+    def _unary(self) -> None:
+        self._call(self.dice.choice(_UNARY), self._any())
+
+    def _binary(self) -> None:
+        node = self._any()
+        other = self._any()
+        if self.dice.random() < 0.8 or not _can_broadcast(node, other):
+            other = self._like(node)
+        self._call(self.dice.choice(_BINARY), node, other)
+
+    def _scalar(self) -> None:
+        self._call(self.dice.choice(_SCALAR), self._any(), self.dice.choice(_NUMBERS))
+
+    def _again(self) -> None:
+        """Call an operator once more on the same operands: for passes that merge."""
+        made = []
+        for node in self.floats:
+            is_aten = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
+            if is_aten and node.target is not aten.empty_like.default:
+                made.append(node)
+        if made:
+            node = self.dice.choice(made[-12:])
+            args = node.args
+            # Or on operands in another order, which is the same for some operators only.
+            if len(args) == 2 and self.dice.random() < 0.3:
+                args = args[::-1]
+            self._call(node.target, *args, **node.kwargs)
+
+    def _product(self) -> None:
+        node = self._any()
+        shape = node.meta["val"].shape
+        if len(shape) == 2:
+            other = self._call(aten.t, self._like(node))
+            product = self._call(aten.mm, node, other)
+            if product is not None and self.dice.random() < 0.5:
+                self._call(aten.add.Tensor, product, self._like(product))
+        elif len(shape) == 3:
+            self._call(aten.bmm, node, self._call(aten.transpose.int, self._like(node), 1, 2))
+
+    def _view(self) -> None:
+        node = self._any()
+        shape = list(node.meta["val"].shape)
+        dims = len(shape)
+        kind = self.dice.randrange(7)
+        if kind == 0 and dims == 2:
+            self._call(aten.t, node)
+        elif kind == 1 and dims:
+            self._call(aten.permute, node, self.dice.sample(range(dims), dims))
+        elif kind == 2 and dims:
+            dim = self.dice.randrange(dims)
+            start = self.dice.randrange(shape[dim])
+            self._call(
+                aten.slice.Tensor, node, dim, start, self.dice.randint(start + 1, shape[dim])
+            )
+        elif kind == 3 and dims:
+            dim = self.dice.randrange(dims)
+            self._call(aten.select.int, node, dim, self.dice.randrange(shape[dim]))
+        elif kind == 4:
+            self._call(aten.unsqueeze, node, self.dice.randint(0, dims))
+        elif kind == 5:
+            self._call(aten.view if node.meta["val"].is_contiguous() else aten.reshape, node, [-1])
+        elif dims >= 2:
+            self._call(aten.reshape, node, [shape[0] * shape[1], *shape[2:]])
+
+    def _fresh(self) -> None:
+        """Make buffers alike, one or two, which are written later if they are empty."""
+        made_by, node = self.dice.choice(_FRESH), self._any()
+        for _ in range(self.dice.randint(1, 2)):
+            made = self._call(made_by, node)
+            if made is not None and made_by is aten.empty_like:
+                self.floats.remove(made)
+                self.unwritten.append(made)
+
+    def _write(self) -> None:
+        if self.unwritten and self.dice.random() < 0.8:
+            self._write_whole(self.unwritten[0])
+            return
+        target = self._any()
+        self._call(self.dice.choice(_WRITES), target, self._like(target))
+
+    def _write_whole(self, buffer: fx.Node) -> None:
+        """Fill an empty buffer, or copy something into it; then it may be read."""
+        value = buffer.meta["val"]
+        alike = []
+        for node in self.floats:
+            given = node.meta["val"]
+            if given.shape == value.shape and given.dtype == value.dtype:
+                alike.append(node)
+        if alike and self.dice.random() < 0.5:
+            self._call(aten.copy_, buffer, self.dice.choice(alike))
+        else:
+            self._call(aten.fill_.Scalar, buffer, self.dice.choice(_NUMBERS))
+        self.unwritten.remove(buffer)
+        self.floats.append(buffer)
+
+    def _reduce(self) -> None:
+        node = self._any()
+        dims = node.meta["val"].ndim
+        if dims:
+            keep = self.dice.random() < 0.5
+            self._call(self.dice.choice(_REDUCTIONS), node, [self.dice.randrange(dims)], keep)
+
+    def _softmax(self) -> None:
+        node = self._any()
+        if node.meta["val"].ndim:
+            self._call(aten._softmax, node, node.meta["val"].ndim - 1, False)
+
+    def _cast(self) -> None:
+        self._call(aten._to_copy, self._any(), dtype=self.dice.choice(_DTYPES))
+
+    def _choose(self) -> None:
+        node = self._any()
+        mask = self._call(self.dice.choice(_COMPARISONS), node, self._like(node))
+        if mask is not None:
+            self._call(aten.where.self, mask, node, self._like(node))
+
+    def _join(self) -> None:
+        node = self._any()
+        if node.meta["val"].ndim:
+            dim = self.dice.randrange(node.meta["val"].ndim)
+            self._call(aten.cat, [node, self._like(node)], dim)
+
+    def _cut(self) -> None:
+        node = self._any()
+        if not node.meta["val"].ndim:
+            return
+        dim = self.dice.randrange(node.meta["val"].ndim)
+        parts = self._call(aten.split.Tensor, node, 2, dim)
+        if parts is None:
+            return
+        for place, value in enumerate(parts.meta["val"]):
+            item = self.graph.call_function(operator.getitem, (parts, place))
+            item.meta["val"] = value
+            self.floats.append(item)
+
+    def _look_up(self) -> None:
+        node = self._any()
+        if node.meta["val"].ndim == 2:
+            self._call(aten.embedding, node, self.places)
+
+    def _communicate(self) -> None:
+        node, group = self._any(), _name_of_world()
+        kind = self.dice.randrange(3)
+        started = None
+        if kind == 0:
+            reduction = self.dice.choice(("sum", "avg"))
+            started = self._call(_functional.all_reduce, node, reduction, group)
+        elif kind == 1:
+            started = self._call(_functional.all_gather_into_tensor, node, self.ranks, group)
+        elif node.meta["val"].ndim and node.meta["val"].shape[0] % self.ranks == 0:
+            started = self._call(_functional.reduce_scatter_tensor, node, "sum", self.ranks, group)
+        if started is not None:
+            self.floats.remove(started)  # nobody reads it before it is waited for
+            self._call(_functional.wait_tensor, started)
+
+    def _return(self) -> None:
+        """Return what nobody reads, some values besides, and now and then one twice."""
+        results = []
+        for node in self.floats:
+            if node.op == "call_function" and (not node.users or self.dice.random() < 0.1):
+                results.append(node)
+        if not results:
+            results = self.floats[-1:]
+        if self.dice.random() < 0.2:
+            results.append(self.dice.choice(results))
+        self.graph.output(tuple(results))
+
+
+def _can_broadcast(node: fx.Node, other: fx.Node) -> bool:
+    try:
+        torch.broadcast_shapes(node.meta["val"].shape, other.meta["val"].shape)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _value(operand: Any) -> Any:
+    return operand.meta["val"] if isinstance(operand, fx.Node) else operand
+
+
+def _name_of_world() -> str:
+    """Return the name of the group of all ranks."""
+    world: Any = dist.group.WORLD
+    return str(world.group_name)

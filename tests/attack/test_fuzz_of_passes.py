@@ -1,0 +1,257 @@
+"""Generated graphs are right, of all kinds; ``fuzz`` finds mistakes of passes and blames no right one."""
+
+import copy
+import time
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from torch import fx
+
+from pytest_gtrainer import graphtext, prove
+from pytest_gtrainer.__main__ import main
+from pytest_gtrainer.attack.generate import generate
+from pytest_gtrainer.proofs.inputs import draw_inputs
+from pytest_gtrainer.testing import run_pass_file
+
+aten = torch.ops.aten
+
+
+def merge(gm, key_of):
+    """Merge nodes of one key."""
+    seen = {}
+    for node in list(gm.graph.nodes):
+        key = key_of(node)
+        if key is None:
+            continue
+        if key in seen:
+            node.replace_all_uses_with(seen[key])
+            gm.graph.erase_node(node)
+        seen.setdefault(key, node)
+    gm.recompile()
+    return gm
+
+
+def key_of_call(node):
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    if node.target._schema.is_mutable:
+        return None
+    return node.target, str(node.args), str(node.kwargs)
+
+
+def merge_everything_pass(gm, inputs=None):
+    """The newcomer's CSE: fresh buffers and random numbers are merged, and reads across writes."""
+    return merge(gm, key_of_call)
+
+
+def merge_reversed_pass(gm, inputs=None):
+    """Takes a - b for b - a."""
+
+    def key_of(node):
+        if node.target not in (aten.add.Tensor, aten.sub.Tensor):
+            return None
+        return node.target, str(sorted(map(str, node.args)))
+
+    return merge(gm, key_of)
+
+
+def drop_casts_pass(gm, inputs=None):
+    """Drops a cast to bf16 and back, which rounds."""
+    for node in list(gm.graph.find_nodes(op="call_function", target=aten._to_copy.default)):
+        source = node.args[0]
+        if not isinstance(source, fx.Node) or source.target is not aten._to_copy.default:
+            continue
+        if source.args[0].meta["val"].dtype == node.meta["val"].dtype:
+            node.replace_all_uses_with(source.args[0])
+            gm.graph.erase_node(node)
+    gm.recompile()
+    return gm
+
+
+def divide_pass(gm, inputs=None):
+    """Multiplies by 0.3 for a division by 3."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten.div.Scalar):
+        node.target, node.args = aten.mul.Scalar, (node.args[0], round(1 / node.args[1], 1))
+    gm.recompile()
+    return gm
+
+
+def crash_pass(gm, inputs=None):
+    """Reads the second operand of a cat, which may not be there."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten.cat.default):
+        node.args[0][2]
+    return gm
+
+
+def neg_pass(gm, inputs=None):
+    """Right: -(-x) is x, where nobody writes."""
+    written = any(
+        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        for node in gm.graph.nodes
+    )
+    for node in list(gm.graph.find_nodes(op="call_function", target=aten.mul.Scalar)):
+        if node.args[1] in (1, 2) and not written:
+            with gm.graph.inserting_before(node):
+                twice = gm.graph.call_function(aten.mul.Scalar, (node.args[0], 2))
+                half = gm.graph.call_function(aten.mul.Scalar, (twice, node.args[1] / 2))
+            for each in (twice, half):
+                each.meta.update(node.meta)
+            node.replace_all_uses_with(half)
+            gm.graph.erase_node(node)
+    gm.recompile()
+    return gm
+
+
+def nothing_pass(gm, inputs=None):
+    return gm
+
+
+def refusing_pass(gm, inputs=None):
+    raise ValueError("this pass takes sharded graphs")
+
+
+def endless_pass(gm, inputs=None):
+    while True:
+        time.sleep(0.01)
+
+
+def mean_pass(gm, inputs=None):
+    """Takes a sum over ranks for a mean."""
+    for node in gm.graph.find_nodes(
+        op="call_function", target=torch.ops._c10d_functional.all_reduce.default
+    ):
+        node.args = (node.args[0], "sum", node.args[2])
+    gm.recompile()
+    return gm
+
+
+def fuzz(name, folder, *arguments):
+    given = ["--gt-pass", f"{__name__}:{name}", "--folder", folder, *arguments]
+    return main(["fuzz", *map(str, given)])
+
+
+@hypothesis.given(st.integers(0, 10**6))
+@hypothesis.settings(max_examples=15, deadline=None)
+def test_generated_graphs_run_and_are_text(seed):
+    gm = generate(seed, 40).gm
+    gm.graph.lint()
+    text = graphtext.render(gm)
+    again = graphtext.parse(text)
+    assert graphtext.render(again) == text
+    inputs = draw_inputs(gm, seed)
+    for result, node in zip(gm(*inputs), gm.graph.output_node().args[0], strict=True):
+        value = node.meta["val"]
+        assert (result.shape, result.dtype) == (value.shape, value.dtype)
+        assert result.stride() == value.stride()
+
+
+@pytest.mark.second_tier
+@hypothesis.given(st.integers(0, 10**6))
+@hypothesis.settings(max_examples=10, deadline=None)
+def test_a_generated_graph_is_itself(seed):
+    """It reads no memory that nobody has written."""
+    gm = generate(seed, 40).gm
+    assert prove(fx.GraphModule(gm, copy.deepcopy(gm.graph)), gm).kind == "identical"
+
+
+def test_a_seed_makes_the_same_graph():
+    texts = [graphtext.render(generate(seed, 40).gm) for seed in (3, 3, 4)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_graphs_have_every_kind_of_operator():
+    seen = set()
+    for seed in range(30):
+        gm = generate(seed).gm
+        seen.update(str(node.target) for node in gm.graph.nodes)
+        returned = list(gm.graph.output_node().args[0])
+        if len(set(returned)) < len(returned):
+            seen.add("a result twice")
+        if any(not node.users for node in gm.graph.find_nodes(op="placeholder")):
+            seen.add("an input that nobody reads")
+    wanted = {"a result twice", "an input that nobody reads", "aten.empty_like.default"}
+    wanted |= {
+        "aten.copy_.default",
+        "aten.add_.Tensor",
+        "aten.rand_like.default",
+        "aten.mm.default",
+    }
+    wanted |= {"aten.embedding.default", "aten.cat.default", "aten.split.Tensor", "aten.select.int"}
+    wanted |= {
+        "aten._softmax.default",
+        "aten._to_copy.default",
+        "aten.where.self",
+        "aten.bmm.default",
+    }
+    assert wanted <= seen
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("merge_everything_pass", "not reordered"),
+        ("merge_reversed_pass", "not reordered"),
+        ("drop_casts_pass", "not reordered"),
+        ("divide_pass", "not reordered"),
+        ("crash_pass", "IndexError: the pass raises IndexError"),
+    ],
+)
+def test_a_mistake_is_found_and_reduced(name, says, tmp_path, capsys):
+    assert fuzz(name, tmp_path, "--minutes", 2, "--failures", 1, "--nodes", 40) == 1
+    [path] = tmp_path.glob("*.fxgraph")
+    lines = [line for line in path.read_text().splitlines() if "aten." in line]
+    assert len(lines) <= 10, path.read_text()
+    assert says in capsys.readouterr().err
+    path.write_text(path.read_text() + "# check: then output\n# check: then aten.*\n")
+    with pytest.raises((AssertionError, IndexError)):
+        run_pass_file(path, passes={name: globals()[name]})
+
+
+@pytest.mark.second_tier
+def test_a_mistake_between_ranks_is_found(tmp_path):
+    arguments = "--minutes", 2, "--failures", 1, "--nodes", 30, "--ranks", 2
+    assert fuzz("mean_pass", tmp_path, *arguments) == 1
+    [path] = tmp_path.glob("*.fxgraph")
+    assert "dp = group(range(0, 2))" in path.read_text()
+    assert path.read_text().count("_c10d_functional.") == 2, "the sum and its wait"
+
+
+@pytest.mark.second_tier
+def test_a_right_pass_is_not_blamed(tmp_path, capsys):
+    assert fuzz("neg_pass", tmp_path, "--minutes", 0.2, "--nodes", 15) == 0
+    assert not list(tmp_path.iterdir())
+    assert "0 failures" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nothing_pass", "nothing is proven: nothing_pass changed none of the graphs"),
+        ("refusing_pass", "times: this pass takes sharded graphs"),
+    ],
+)
+def test_a_pass_that_proves_nothing_is_no_success(name, says, tmp_path, capsys):
+    assert fuzz(name, tmp_path, "--minutes", 0.003, "--nodes", 5) == 1
+    assert says in capsys.readouterr().err
+
+
+def test_a_pass_that_does_not_end(tmp_path, capsys):
+    arguments = "--minutes", 0.01, "--nodes", 3, "--failures", 1, "--timeout", 0.05
+    assert fuzz("endless_pass", tmp_path, *arguments) == 1
+    assert "TimeoutError: the pass raises TimeoutError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--minutes", "0"), "--minutes=0.0: give a number above 0"),
+        (("--ranks", "1"), "--ranks=1: give 2 or more"),
+        (("--at-least", "same"), "--at-least=same: the kinds are identical"),
+    ],
+)
+def test_arguments_that_cannot_be_used(arguments, says, tmp_path, capsys):
+    assert fuzz("nothing_pass", tmp_path, *arguments) == 2
+    assert says in capsys.readouterr().err

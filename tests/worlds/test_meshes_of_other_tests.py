@@ -25,10 +25,10 @@ def test_redistribution_does_not_use_the_groups_of_an_earlier_test(gt_mesh, turn
 
 
 @pytest.mark.second_tier
-def test_fifty_tests_on_shuffled_meshes(suite):
+def test_tests_on_shuffled_meshes(suite):
     """A failing test on the same ranks leaves its model in a traceback; the next is undisturbed."""
     suite.take("ranks_meshes")
-    order = random.Random(1).sample(range(50), 50)
+    order = random.Random(1).sample(range(50), 25)
     run = suite.run("--gt-gpus=4", *(f"test_meshes.py::test_mesh[{number}]" for number in order))
     outcomes = {name: run.outcome(name) for name in run.reports}
     wrong = {
@@ -37,4 +37,5 @@ def test_fifty_tests_on_shuffled_meshes(suite):
         if (outcomes[name] == "failed") != ("meant to fail" in run.text(name))
     }
     assert wrong == {}
-    assert sorted(outcomes.values()) == ["failed"] * 10 + ["passed"] * 40
+    failing = sum(number % 5 == 0 for number in order)
+    assert sorted(outcomes.values()) == ["failed"] * failing + ["passed"] * (25 - failing)

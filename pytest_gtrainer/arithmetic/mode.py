@@ -174,6 +174,9 @@ class ArithmeticMode(TorchDispatchMode):
 
     def _mark_uninitialised(self, tensor: Tensor) -> None:
         """Make uninitialised memory equal to nothing; integers may be sizes, and stay."""
+        # DTensor makes fake tensors for the shapes of each operator.
+        if isinstance(tensor, FakeTensor):
+            return
         if tensor.is_floating_point() and tensor.layout is torch.strided and tensor.numel():
             elements = self.arithmetic.uninitialised(tensor.numel(), self._owner)
             self.shadows.write(tensor, elements.view(tensor.shape))

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
@@ -252,6 +253,14 @@ def test_what_is_no_number_is_refused():
         assert elements.of(torch.ones(2)) is None
     with pytest.raises(ValueError, match="casts='none'"), field_arithmetic(casts="none"):
         pass
+
+
+def test_fake_memory_has_no_elements():
+    """DTensor makes some for every operator, to know its shape."""
+    with field_arithmetic() as elements, FakeTensorMode():
+        fake = torch.empty(3)
+        assert elements.of(fake) is None
+        assert elements.of(fake + 1) is None
 
 
 def test_terms_keep_the_order_of_additions():

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from pytest_gtrainer._torch.values import FakeTensorMode, OpOverload, pytree
 
 aten = torch.ops.aten
-_functional = torch.ops._c10d_functional
 
 _UNARY = (
     aten.relu,
@@ -306,14 +306,14 @@ class _Maker:
         started = None
         if kind == 0:
             reduction = self.dice.choice(("sum", "avg"))
-            started = self._call(_functional.all_reduce, node, reduction, group)
+            started = self._call(ALL_REDUCE, node, reduction, group)
         elif kind == 1:
-            started = self._call(_functional.all_gather_into_tensor, node, self.ranks, group)
+            started = self._call(ALL_GATHER, node, self.ranks, group)
         elif node.meta["val"].ndim and node.meta["val"].shape[0] % self.ranks == 0:
-            started = self._call(_functional.reduce_scatter_tensor, node, "sum", self.ranks, group)
+            started = self._call(REDUCE_SCATTER, node, "sum", self.ranks, group)
         if started is not None:
             self.floats.remove(started)  # nobody reads it before it is waited for
-            self._call(_functional.wait_tensor, started)
+            self._call(WAIT, started)
 
     def _return(self) -> None:
         """Return what nobody reads, some values besides, and now and then one twice."""

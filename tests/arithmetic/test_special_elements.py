@@ -235,7 +235,7 @@ def test_the_root_of_a_product_is_the_product_of_the_roots(name):
     assert kind(lambda x, y: x.sqrt(), lambda x, y: (-x).sqrt(), *inputs) == "another function"
 
 
-CHOICES = {
+LEFT_TO_CHANCE = {
     "softmax": (lambda x: x.softmax(-1), Chances()),
     "log_softmax": (lambda x: x.log_softmax(-1), Chances()),
     "logsumexp": (lambda x: x.logsumexp(-1), Chances()),
@@ -249,10 +249,10 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("exact", [Field, FieldWithExponents])
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", LEFT_TO_CHANCE)
 def test_what_may_be_equal_by_chance_is_noted(name, exact):
     """The largest number that softmax subtracts may be any: it changes no real number."""
-    function, chances = CHOICES[name]
+    function, chances = LEFT_TO_CHANCE[name]
     mode = ArithmeticMode(exact(casts="opaque"))
     x = X.expand(2, 4, 6).clone()
     with mode:

@@ -10,4 +10,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.pluginmanager.register(Table(config.getoption("museum_table")), "museum_table")
+    # Ranks, and workers of xdist, are sessions of their own, and have a part of the tests.
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Table(config.getoption("museum_table")), "museum_table")

@@ -42,7 +42,15 @@ def test_the_table_has_every_exhibit():
     page = (MUSEUM / "README.md").read_text()
     files = {path.name for path in (MUSEUM / "exhibits").glob("test_*.py")}
     listed = set(re.findall(r"\(exhibits/(test_\w+\.py)\)", page))
+    assert page.startswith("# A museum"), "the table has replaced the page"
     assert listed == files, "run: pytest exhibits tests --museum-table README.md"
+
+
+def test_the_page_names_exhibits_that_exist():
+    page = (ROOT / "docs" / "museum.md").read_text()
+    named = re.findall(r"`(test_\w+)`", page)
+    assert len(named) > 10
+    assert [name for name in named if not (MUSEUM / "exhibits" / f"{name}.py").exists()] == []
 
 
 def test_the_pages_have_the_totals_of_the_table():

@@ -9,7 +9,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from museum import exhibit
+from museum import exhibit, usual
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -72,7 +72,7 @@ def parallel(mesh, bug):
     found_by="proof",
     raises=AnotherFunction,
     says="first gradient of 0.weight",
-    usual="a rank has the gradients of one stage only, and the logged loss is right",
+    usual=usual.of_pipeline(parallel, reference, step, batch),
 )
 @pytest.mark.gt_world("simulated", size=2, mesh={"pp": 2})
 def test_accumulated_steps_are_added(gt_mesh, bug):

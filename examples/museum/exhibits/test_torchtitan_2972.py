@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from museum import exhibit
+from museum import exhibit, usual
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -68,7 +68,7 @@ def parallel(mesh, bug):
     found_by="proof",
     raises=AnotherFunction,
     says="8 times what is expected",
-    usual="a rank has the gradients of one stage only, and the logged loss is right",
+    usual=usual.of_pipeline(parallel, reference, step, batch),
 )
 @pytest.mark.gt_world("simulated", size=2, mesh={"pp": 2})
 def test_a_pipeline_has_the_gradient_of_the_mean(gt_mesh, bug):

@@ -90,7 +90,7 @@ def words_of(failure: str, says: str) -> str:
         if line.startswith("E   "):
             line = line[1:].strip()
             if not lines:
-                line = re.sub(r"^(\w+\.)+\w+: ", "", line)
+                line = re.sub(r"^((\w+\.)+\w+|AssertionError): ", "", line)
             if line and line not in HEADLINES:
                 lines.append(line)
     chosen = [index for index, line in enumerate(lines) if says in line][:1]
@@ -121,9 +121,9 @@ def usual_columns(exhibit: Exhibit, row: Row) -> list[str]:
 def markdown(rows: dict[str, Row]) -> str:
     """Write the table and its totals."""
     lines = [
-        "| bug | found by | ranks | s | what the user reads | `assert_close` | loss, 50 steps, 1 % | "
-        "hashes |",
-        "|---|---|---|---|---|---|---|---|",
+        "| kind | bug | found by | ranks | s | what the user reads | `assert_close` | "
+        "loss, 50 steps, 1 % | hashes |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for module, exhibit in sorted(EXHIBITS.items(), key=lambda each: (each[1].kind, each[0])):
         row = rows.get(module, Row())
@@ -131,6 +131,7 @@ def markdown(rows: dict[str, Row]) -> str:
             continue
         file = module.replace(".", "/") + ".py"
         cells = [
+            exhibit.kind,
             f"[{exhibit.thread}]({file}) ({exhibit.year}): {exhibit.title}",
             exhibit.found_by if row.is_found else "**not found**",
             str(row.ranks),

@@ -209,6 +209,50 @@ def of_models(
     return Practice(run, size)
 
 
+def of_pipeline(
+    parallel: Callable[[DeviceMesh, bool], tuple[nn.Module, Callable[..., Tensor | None]]],
+    reference: Callable[[], nn.Module],
+    step: Callable[..., Tensor],
+    batch: Callable[[int], Sequence[Any]],
+) -> Practice:
+    """Compare a pipeline of two ranks with the whole model, as ``of_models`` does.
+
+    Args:
+        parallel: returns the module of this rank's stage, and a step that gives the loss on the
+            last one.
+        reference, step, batch: as of ``assert_same_model``.
+    """
+
+    def run(bug: bool) -> Sides:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+        torch.manual_seed(0)
+        whole = reference()
+        stage, step_of_stage = parallel(mesh, bug)
+        stage.load_state_dict({name: whole.state_dict()[name] for name in stage.state_dict()})
+        inputs = batch_at(batch, 0)
+
+        sides = Sides({}, {})
+        optimizers = torch.optim.AdamW(stage.parameters()), torch.optim.AdamW(whole.parameters())
+        for index in range(STEPS):
+            loss = step_of_stage(stage, *inputs)
+            expected = step(whole, *inputs)
+            expected.backward()
+            if index == 0:
+                sides.actual = gradients(stage, mesh, {})
+                of_whole = gradients(whole, mesh, {})
+                sides.expected = {name: of_whole[name] for name in sides.actual}
+            logged_loss = torch.zeros(()) if loss is None else loss.clone()
+            dist.broadcast(logged_loss, 1)
+            sides.losses.append(logged_loss.item())
+            sides.expected_losses.append(expected.item())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return sides
+
+    return Practice(run, 2)
+
+
 def batch_at(batch: Callable[[int], Sequence[Any]], place: int) -> Sequence[Any]:
     """Make the batch of a data coordinate; the same for every rank and step."""
     torch.manual_seed(100 + place)

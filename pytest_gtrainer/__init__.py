@@ -51,7 +51,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "Send",
         "assert_no_deadlock",
     ),
-    "worlds.simulated": ("VacuousCheck",),
+    "worlds.simulated": ("CollectiveMismatch", "VacuousCheck"),
+    "worlds.simulated.threads.team": ("Standstill",),
     "numerics.record": ("Record",),
     "numerics.digest": ("digest",),
     "numerics.compare": (

@@ -147,7 +147,7 @@ def simulate_eager(
         As ``simulate_graph``; a mapping that the function returns names its results.
 
     Raises:
-        VacuousCheck: the world has one rank, or no rank came to a collective.
+        VacuousCheck: the world has one rank, or no rank came to a collective or a message.
         NotOnThreads: the function traces or compiles.
         CollectiveMismatch, Standstill, TimeLimit: as ranks misbehave.
         ValueError: inputs or outputs that do not fit.
@@ -155,17 +155,17 @@ def simulate_eager(
     net = net_of_any(world)
     inputs = _inputs_of_ranks(inputs_of_rank, net.size)
 
-    def call(rank: int) -> tuple[dict[str, Any], int]:
+    def call(rank: int) -> tuple[dict[str, Any], bool]:
         own = inputs[rank]
         world: Any = dist.group.WORLD  # a ThreadGroup, which the function may destroy
         result = function(**own) if isinstance(own, Mapping) else function(*own)
-        return _named(result, outputs), world.issued
+        return _named(result, outputs), world.has_communicated
 
-    results, issued = zip(*run_threads(net.size, call, net=net, timeout=timeout), strict=True)
-    if not any(issued):
+    results, communicated = zip(*run_threads(net.size, call, net=net, timeout=timeout), strict=True)
+    if not any(communicated):
         raise VacuousCheck(
-            "no rank came to a collective, so no net changes a bit: "
-            "the function calls no collective"
+            "no rank came to a collective or a message, so no net changes a bit: the function does "
+            "not communicate"
         )
     return list(results)
 

@@ -285,3 +285,21 @@ def test_what_cannot_be_simulated_is_one_sentence(call, error, message):
     with pytest.raises(error, match=message) as raised:
         call(of_a_group("tp"))
     assert "\n" not in str(raised.value)
+
+
+def gives_to_the_next(x):
+    """Ranks send around a ring; even ones begin."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    received = torch.empty_like(x)
+    if rank % 2 == 0:
+        dist.send(x, (rank + 1) % size)
+        dist.recv(received, (rank - 1) % size)
+    else:
+        dist.recv(received, (rank - 1) % size)
+        dist.send(x, (rank + 1) % size)
+    return received
+
+
+def test_messages_alone_are_communication():
+    found = simulate_eager(gives_to_the_next, lambda rank: (torch.full((2,), float(rank)),), 4)
+    assert [result["output_0"][0].item() for result in found] == [3, 0, 1, 2]

@@ -192,9 +192,15 @@ class SharedGroups:
             self._places[name, ranks] = MeetingPlace(ranks, net, text)
         return self._places[name, ranks]
 
-    def issued_by(self, rank: int) -> int:
-        """Return how many collectives a rank has issued, in destroyed groups, too."""
-        return sum(place.arrivals.get(rank, 0) for place in self._places.values())
+    def has_communicated(self, rank: int) -> bool:
+        """Return whether a rank has issued a collective or a message, in destroyed groups, too."""
+        for place in self._places.values():
+            if place.arrivals.get(rank, 0):
+                return True
+            for source, destination, _ in (*place.sent, *place.wanted):
+                if rank in (source, destination):
+                    return True
+        return False
 
     def unmatched(self) -> str:
         """Return what a rank began and no other rank took part in, at the end of a run; or ""."""
@@ -255,9 +261,9 @@ class ThreadGroup(dist.ProcessGroup):
         self._place = shared.place(name, self._members)
 
     @property
-    def issued(self) -> int:
-        """Number of collectives that this rank has issued in all groups; messages do not count."""
-        return self._shared.issued_by(self._global_rank)
+    def has_communicated(self) -> bool:
+        """Whether this rank has issued a collective or a message in any group."""
+        return self._shared.has_communicated(self._global_rank)
 
     def _issue(
         self,

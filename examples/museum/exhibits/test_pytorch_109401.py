@@ -2,41 +2,47 @@
 
 pytorch#109401 (2023): ``isend`` and ``irecv`` between two ranks hung with NCCL, which runs what
 two ranks exchange in the order in which it was issued, one after the other. With gloo the same
-code ends. A simulated world matches messages as gloo does, so the bug stays unseen here.
+code ends, so no run on a CPU shows it. Here the order of both ranks' graphs is judged by NCCL's rule.
 """
 
 import pytest
-import torch
-import torch.distributed as dist
 from museum import exhibit
 
-from pytest_gtrainer import simulate_eager
+from pytest_gtrainer import Deadlock, assert_no_deadlock, graphtext
+
+SEND = "isend: f32[3] = _c10d_functional.isend(I.x, {other}, 0, pp)"
+RECEIVE = "irecv: f32[3] = _c10d_functional.irecv(I.buffer, {other}, 0, pp)"
+GRAPH = """pp = group(range(0, 2))
+if I:
+  I.x: f32[3]
+  I.buffer: f32[3]
+if fwd:
+  with exchange:
+    {first}
+    {second}
+    wait_tensor: f32[3] = _c10d_functional.wait_tensor(isend)
+    wait_tensor_1: f32[3] = _c10d_functional.wait_tensor(irecv)
+if out:
+  yield fwd.exchange.wait_tensor_1
+"""
 
 
-def exchange(x, bug):
-    """Give x to the other rank; the fixed version lets rank 0 send first."""
-    dist.barrier()
-    rank, received = dist.get_rank(), torch.empty_like(x)
-    work = [lambda: dist.irecv(received, 1 - rank), lambda: dist.isend(x, 1 - rank)]
-    if rank == 0 and not bug:
-        work.reverse()
-    for each in [start() for start in work]:
-        each.wait()
-    return {"received": received}
+def graph_of(rank, bug):
+    """Give x to the other rank; in the fixed version rank 0 sends first."""
+    order = [SEND, RECEIVE] if rank == 0 and not bug else [RECEIVE, SEND]
+    first, second = (line.format(other=1 - rank) for line in order)
+    return graphtext.parse(GRAPH.format(first=first, second=second))
 
 
 @exhibit(
     "pytorch#109401",
     2023,
     kind="collectives",
-    found_by="not found",
-    raises=None,
-    says="a simulated world has no streams, on which a receive blocks the send behind it",
+    found_by="wait",
+    raises=Deadlock,
+    says="rank 0 waits in send to 1 (isend of exchange), behind recv from 1 (irecv of exchange)",
     usual="nobody with gloo; with NCCL it hangs",
 )
-@pytest.mark.gt_world("simulated", size=2)
-def test_ranks_exchange(gt_world, bug):
-    results = simulate_eager(
-        lambda x: exchange(x, bug), lambda rank: (torch.full((3,), float(rank)),), gt_world
-    )
-    assert [result["received"][0].item() for result in results] == [1, 0]
+@pytest.mark.gt_world("fake", size=2)
+def test_ranks_exchange(gt_mesh, bug):
+    assert_no_deadlock({rank: graph_of(rank, bug) for rank in range(2)})

@@ -140,8 +140,13 @@ def _partitions_of_groups() -> dict[str, Partition]:
     return partitions
 
 
+_PLAIN = (bool, int, float, complex, str)
+
+
 def _given(model: nn.Module, inputs: Sequence[Any]) -> Iterator[str]:
-    """Yield a line for each tensor of the state, and each input, on which a trace depends."""
+    """Yield a line for each tensor of the state, each input, and each number or string that a
+    module holds: a trace depends on them.
+    """
     state = ModelState.of(model)
     for fqn, tensor in zip(state.fqns, state.tensors, strict=True):
         own, placements = tensor, ""
@@ -153,6 +158,11 @@ def _given(model: nn.Module, inputs: Sequence[Any]) -> Iterator[str]:
         )
 
     leaves, spec = pytree.tree_flatten(tuple(inputs))
+    for fqn, module in model.named_modules():
+        for name, value in sorted(vars(module).items()):
+            # RunMode names the mode; what begins with "_" may be a counter or an id.
+            if type(value) in _PLAIN and name != "training" and not name.startswith("_"):
+                yield f"{fqn}.{name} {value!r}".removeprefix(".")
     yield f"mode {RunMode.of(model, [*map(local, state.tensors), *leaves])}"
     for place, leaf in enumerate(leaves):
         text = repr(leaf)

@@ -216,6 +216,29 @@ def test_a_graph_that_depends_on_the_rank_is_not_handed_over(gt_mesh):
     assert_bitwise_equal(traced.results(traces.model, *traces.inputs), expected)
 
 
+class Scaled(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.inner, self.scale, self._calls = net(), scale, dist.get_rank()
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+
+@FOUR
+@pytest.mark.parametrize("value", [3.0, True, 1])
+def test_a_number_that_a_module_of_a_rank_in_the_middle_holds_is_told(gt_mesh, value):
+    """The others would give it their own graph; equal numbers, and counters, are no difference."""
+    for scale, is_apart in ((value if dist.get_rank() == 2 else 1.0, True), (1.0, False)):
+        model = data_parallel(Scaled(scale), gt_mesh)
+        step = Traces(model, batch()).once(gt_mesh)
+        if is_apart:
+            words = f"traced here: rank 0 has scale 1.0, rank 2 scale {value}"
+            assert step.handed_over == words
+        elif dist.get_rank() in (1, 2):
+            assert step.handed_over == TAKEN
+
+
 @FOUR
 def test_a_rank_in_the_middle_that_is_apart_is_seen_by_check_alone(gt_mesh):
     step = lambda net, x: net(x).sum() * (2 if dist.get_rank() == 2 else 3)  # noqa: E731

@@ -75,6 +75,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "numerics.run_to_run": ("assert_run_to_run",),
     "bisect": ("bisect_passes",),
     "over_time.recorder": ("record_training",),
+    "over_time.files": ("RecordError",),
+    "over_time.resuming": ("NotResumed", "assert_resumes"),
     "numerics.operators": ("capture_operators", "compare_operators"),
     "compiling.recorder": ("gt_compile",),
     "compiling.record": ("CompileRecord", "NotRecorded"),

@@ -142,12 +142,20 @@ def watching_backward(begin: Callable[[int], None], end: Callable[[], None]) -> 
 
 
 @contextmanager
-def watching_roots(note: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
-    """Call ``note`` with the tensors that each ``backward`` starts from, before it runs."""
+def watching_roots(
+    begin: Callable[[list[torch.Tensor]], None], end: Callable[[], None]
+) -> Iterator[None]:
+    """Call ``begin`` with the tensors that each ``backward`` starts from, and ``end()`` when it has
+    returned, with all gradients reduced. A backward inside of another one is a part of that.
+    """
 
     def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        note(list(outputs) if isinstance(outputs, (list, tuple)) else [outputs])
-        return _engine_run_backward(outputs, *args, **kwargs)
+        if in_backward():
+            return _engine_run_backward(outputs, *args, **kwargs)
+        begin(list(outputs) if isinstance(outputs, (list, tuple)) else [outputs])
+        result = _engine_run_backward(outputs, *args, **kwargs)
+        end()
+        return result
 
     with mock.patch.object(torch.autograd, "_engine_run_backward", run):
         yield

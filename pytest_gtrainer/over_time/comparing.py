@@ -11,8 +11,10 @@ from math import prod
 from typing import Any
 
 from pytest_gtrainer.facts import counted, one_line, spell_some
+from pytest_gtrainer.numerics.compare import difference_of
 from pytest_gtrainer.numerics.record import normalised
-from pytest_gtrainer.over_time.files import Entry, RecordError, Run, Values
+from pytest_gtrainer.numerics.verdict import Key
+from pytest_gtrainer.over_time.files import Entry, RecordError, Run, Values, values_of
 from pytest_gtrainer.over_time.fingerprints import MODULUS
 
 PHASES = ("load", "random", "data", "forward", "loss", "gradient", "clip", "optimiser")
@@ -36,6 +38,7 @@ class Difference:
     name: str
     ranks: tuple[int, ...]
     words: str = ""
+    sides: tuple[Entry, Entry] | None = None
 
     def __str__(self) -> str:
         text = f"step {self.step}, {self.phase}: {one_line(self.name)}"
@@ -55,6 +58,7 @@ class Comparison:
         steps: the steps that both have.
         differences: all differences of the first phase that differs; empty if nothing does.
         counts: of the step that differs, by phase, how many entries differ, and of how many.
+        element: lines that name the first element of the first difference, if values were kept.
         notes: what was not compared, and what is missing on either side.
         is_complete: whether both runs ended in order.
     """
@@ -65,6 +69,7 @@ class Comparison:
     differences: list[Difference] = field(default_factory=list)
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    element: list[str] = field(default_factory=list)
     is_complete: bool = True
     compared: int = 0
 
@@ -93,6 +98,7 @@ class Comparison:
         first = self.differences[0]
         bold = "**" if markdown else ""
         yield f"{bold}first difference: {first}{bold}"
+        yield from self.element
         for other in self.differences[1:_MOST_SHOWN]:
             yield f"{dash or '  '}{other}"
         if len(self.differences) > _MOST_SHOWN:
@@ -145,7 +151,8 @@ def compare_runs(a: Run, b: Run, *, at: int | None = None) -> Comparison:
             if phase not in in_a or phase not in in_b:
                 continue
             left, right = (_entries(steps, step, phase) for steps in (a_steps, b_steps))
-            found = list(_differences(step, phase, left, right, skipped))
+            one_sided = _one_sided(phase, step, a_steps, b_steps)
+            found = list(_differences(step, phase, left, right, one_sided, skipped))
             if phase == "random" and step == result.steps[0]:
                 # Generators that the trainer does not seed begin anywhere.
                 unseeded = {each.name for each in found if not each.name.startswith("torch")}
@@ -155,6 +162,7 @@ def compare_runs(a: Run, b: Run, *, at: int | None = None) -> Comparison:
             result.counts[phase] = len(found), number
             result.differences = result.differences or found
         if result.differences:
+            result.element = _element(a, b, result.differences[0])
             break
         result.counts.clear()
     if unseeded:
@@ -265,61 +273,109 @@ def _entries(steps: Any, step: int, phase: str) -> dict[str, Values]:
     return {**{n: v for n, v in left.items() if not n.startswith("param_groups.")}, **own}
 
 
+def _one_sided(phase: str, step: int, a_steps: Any, b_steps: Any) -> str:
+    """Return the letters of the sides of which a name may be missing on the other side."""
+    if phase == "forward":
+        return "AB"  # nothing is seen inside of a module that was compiled in place
+    begins = "A" * (step == min(a_steps)) + "B" * (step == min(b_steps))
+    # The step before has left what its optimiser holds, and no frozen weights.
+    return begins if phase == "load" and len(begins) == 1 else ""
+
+
 def _differences(
     step: int,
     phase: str,
     a: dict[str, Values],
     b: dict[str, Values],
+    one_sided: str,
     skipped: dict[str, set[str]],
 ) -> Iterator[Difference]:
     for name in {**a, **b}:
-        if name not in a or name not in b:
-            letter = "AB"[name in b]
-            if phase == "forward":
-                # Nothing is seen inside of a module that was compiled in place.
-                reason = f"because only {letter} shows it"
-                skipped.setdefault(reason, set()).add(f"{phase}: {name}")
-                continue
-            yield Difference(step, phase, name, (), f"only in {letter}")
+        if name in a and name in b:
+            try:
+                yield from _compare_values(step, phase, name, a[name], b[name])
+            except _OfOwnRanks as error:
+                skipped.setdefault(str(error), set()).add(f"{phase}: {name}")
             continue
-        kinds = [
-            {entry.kind for calls in side[name].values() for entry in calls} for side in (a, b)
-        ]
-        if kinds[0] != kinds[1]:
-            left, right = (spell_some(sorted(kind)) for kind in kinds)
-            yield Difference(step, phase, name, tuple(a[name]), f"{left} in A, {right} in B")
-            continue
-        if _layout(a[name]) == _layout(b[name]):
-            ranks = tuple(rank for rank in a[name] if a[name][rank] != b[name][rank])
-            if ranks:
-                yield Difference(step, phase, name, ranks, _numbers(a[name], b[name], ranks[0]))
-            continue
-        wholes = _whole(a[name]), _whole(b[name])
-        if wholes[0] is None or wholes[1] is None:
-            reason = "because each rank has its own and the ranks are others"
+
+        letter = "AB"[name in b]
+        if letter in one_sided:
+            reason = f"because only {letter} shows it"
             skipped.setdefault(reason, set()).add(f"{phase}: {name}")
-        elif wholes[0] != wholes[1]:
-            yield Difference(step, phase, name, (), "the whole tensor, on other ranks")
+        else:
+            yield Difference(step, phase, name, (), f"only in {letter}")
+
+
+class _OfOwnRanks(Exception):
+    """Each rank has its own value, and the ranks are others."""
+
+
+def _compare_values(step: int, phase: str, name: str, a: Values, b: Values) -> Iterator[Difference]:
+    kinds = _kinds(a), _kinds(b)
+    if kinds[0] != kinds[1]:
+        left, right = (spell_some(sorted(kind)) for kind in kinds)
+        yield Difference(step, phase, name, tuple(a), f"{left} in A, {right} in B")
+        return
+
+    if _layout(a) == _layout(b):
+        ranks = tuple(rank for rank in a if a[rank] != b[rank])
+        if ranks:
+            # Of several calls within the step, the first that differs.
+            for sides in zip(a[ranks[0]], b[ranks[0]], strict=True):
+                if sides[0] != sides[1]:
+                    break
+            yield Difference(step, phase, name, ranks, _numbers(*sides), sides)
+        return
+
+    wholes = whole_of(a), whole_of(b)
+    if wholes[0] is None or wholes[1] is None:
+        raise _OfOwnRanks("because each rank has its own and the ranks are others")
+    if wholes[0] != wholes[1]:
+        yield Difference(step, phase, name, (), "in all, on ranks or calls that are others")
+
+
+def _kinds(values: Values) -> set[str]:
+    return {entry.kind for calls in values.values() for entry in calls}
 
 
 def _layout(values: Values) -> Any:
     return {rank: [(entry.part, entry.shape) for entry in calls] for rank, calls in values.items()}
 
 
-def _numbers(a: Values, b: Values, rank: int) -> str:
-    """Return the first two numbers that differ, where entries are numbers."""
-    for left, right in zip(a[rank], b[rank], strict=False):
-        if left != right and not left.shape and len(left.numbers) == 1:
-            return f"{left.numbers[0]} in A, {right.numbers[0]} in B"
-    return ""
+def _numbers(left: Entry, right: Entry) -> str:
+    """Return two entries in words, if they are numbers."""
+    if left.shape or len(left.numbers) != 1:
+        return ""
+    return f"{left.numbers[0]} in A, {right.numbers[0]} in B"
 
 
-def _whole(values: Values) -> Any:
+def _element(a: Run, b: Run, difference: Difference) -> list[str]:
+    """Return lines that name the first element that differs, if both sides have kept values."""
+    if difference.sides is None or difference.sides[0].part == "rows":
+        return []
+    rank = difference.ranks[0]
+    pair = zip((a, b), difference.sides, strict=True)
+    tensors = [values_of(run.folder, rank, entry) for run, entry in pair]
+    if tensors[0] is None or tensors[1] is None:
+        return []
+    found = difference_of(Key(0, 0, "", difference.name), tensors[0], tensors[1])
+    if found is None or found.element is None:
+        return []
+    part = difference.sides[0].part
+    offsets = part[0] if isinstance(part, tuple) else [0] * len(found.element)
+    place = [offset + index for offset, index in zip(offsets, found.element, strict=True)]
+    amount = f"{found.amount} elements of rank {rank} differ"
+    return [f"  element {place}: {found.actual} in A, {found.expected} in B; {amount}"]
+
+
+def whole_of(values: Values) -> Any:
     """Return what does not depend on how ranks share a tensor; None if ranks have their own."""
     calls = list(values.values())
     entries = [entry for each in calls for entry in each]
     if all(entry.part == "rows" for entry in entries):
         return frozenset(row for entry in entries for row in entry.numbers)
+    if any(entry.part == "partial" for entry in entries):
+        return None
     if all(each == calls[0] for each in calls) and not any(
         isinstance(entry.part, tuple) for entry in entries
     ):

@@ -19,6 +19,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from pytest_gtrainer._torch.values import local_part
 from pytest_gtrainer.facts import spell_some
-from pytest_gtrainer.graph.nodes import spell_dtype
+from pytest_gtrainer.graph.nodes import DTYPES, spell_dtype
 from pytest_gtrainer.numerics.bits import byte_view, is_dtensor, memory, plain
 from pytest_gtrainer.over_time.fingerprints import (
     MODULUS,
@@ -39,6 +40,8 @@ from pytest_gtrainer.over_time.fingerprints import (
 
 FORMAT, VERSION = "record of pytest-gtrainer", 1
 _MOST_ROWS = 1024
+# What reading a line raises that is no line of ours.
+_MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 Entries = dict[str, dict[str, Any]]
 """By phase and name."""
@@ -235,9 +238,13 @@ def _parsed(content: Any) -> list[Entry]:
         numbers = [numbers]
     for number in numbers:
         int(number, 16)
+    if part != "rows" and len(numbers) != 1:
+        raise ValueError("one fingerprint is expected")
     if isinstance(part, list):
         offsets, sizes = part
         part = (tuple(map(int, offsets)), tuple(map(int, sizes)))
+        if {len(part[0]), len(part[1])} != {len(shape)}:
+            raise ValueError("offsets and sizes are of another number of dimensions")
     place = (int(places[0][0]), int(places[0][1])) if places else None
     return [Entry(tuple(numbers), str(dtype), tuple(map(int, shape)), part, place)]
 
@@ -282,11 +289,10 @@ def read_run(folder: str | PathLike[str]) -> Run:
         last[rank] = _read_rank(run, rank, path)
 
     world = run.header["world_size"]
-    missing = sorted(set(range(world)) - set(files))
-    if missing:
-        run.notes.append(f"of {world} ranks, {spell_some(missing)} left no file")
-    if set(files) - set(range(world)):
+    if max(files) >= world:
         raise RecordError(f"{folder} holds files of more than the {world} ranks of its first one")
+    if len(files) < world:
+        run.notes.append(f"of {world} ranks, {world - len(files)} left no file")
     if len(set(last.values())) > 1:
         ends = [f"rank {rank} after step {step}" for rank, step in last.items()]
         run.notes.append(f"its ranks stopped at different steps: {spell_some(ends, 8)}")
@@ -315,7 +321,7 @@ def _read_rank(run: Run, rank: int, path: Path) -> int:
                         named.setdefault(name, {})[rank] = _parsed(entry)
         except RecordError:
             raise
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        except _MALFORMED as error:
             raise RecordError(f"{path}, line {number}, is not a line of a record") from error
     if rank not in run.headers:
         raise RecordError(f"{path} is cut within its first line")
@@ -324,6 +330,22 @@ def _read_rank(run: Run, rank: int, path: Path) -> int:
     elif end:
         run.notes.append(f"rank {rank} ended after step {step} by {end}")
     return step
+
+
+def values_of(folder: Path, rank: int, entry: Entry) -> Tensor | None:
+    """Return the bytes that were kept of an entry, as the tensor of its rank; None without them."""
+    path = folder / f"rank{rank}.values"
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    if entry.place is None or entry.dtype not in dtypes or not path.exists():
+        return None
+    with path.open("rb") as file:
+        file.seek(max(0, entry.place[0]))
+        content = bytearray(file.read(max(0, entry.place[1])))
+    shape = entry.part[1] if isinstance(entry.part, tuple) else entry.shape
+    dtype = dtypes[entry.dtype]
+    if len(content) != prod(shape) * dtype.itemsize or not content:
+        return None
+    return torch.frombuffer(content, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def _check_header(header: Any, path: Path) -> None:

@@ -1,8 +1,8 @@
 """Record a training run that nobody edits, step by step, without changing a bit of it.
 
 ``record_training`` is the library's form; the command ``record`` runs a script with a ``Recorder``
-that finds model and optimisers by itself. Hooks are those that torch offers to everybody: of
-modules, of gradients that have been accumulated, and of optimisers. A *step* begins with the first
+that finds model and optimisers by itself. It hooks modules and
+optimisers as torch offers it to everybody, and watches ``backward``. A *step* begins with the first
 forward under gradients after an optimiser has stepped. Its phases are, in order:
 
 - load: modules beside the model; in the first recorded step also weights, buffers and moments
@@ -118,7 +118,7 @@ class Recorder:
             self.finder = register_module_forward_pre_hook(self._first_call)
             handles.append(self.finder)
         self._until_stop(handles)
-        self.hooks.enter_context(watching_roots(self._backward))
+        self.hooks.enter_context(watching_roots(self._before_backward, self._after_backward))
 
     def _until_stop(self, handles: Iterable[RemovableHandle]) -> None:
         for handle in handles:
@@ -148,16 +148,13 @@ class Recorder:
         )
 
     def attach(self, model: nn.Module, called: nn.Module | None = None) -> None:
-        """Hook the model, its parameters, and the modules whose results are recorded.
+        """Hook the model, and the modules whose results are recorded.
 
         ``called`` is the part of it that the trainer calls, if not the whole.
         """
         self.model = model
         self.names = {id(tensor): name for name, tensor in _state_of(model)}
         handles: list[RemovableHandle] = []
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                handles.append(parameter.register_post_accumulate_grad_hook(self._gradient))
         for name, module in model.named_modules():
             if module in (model, called):
                 handles.append(module.register_forward_pre_hook(self._enter))
@@ -252,17 +249,20 @@ class Recorder:
                 self._add_call("forward", f"{name}{path}", self._entry(tensor))
 
     @_hook(always=True)
-    def _backward(self, roots: list[Tensor]) -> None:
+    def _before_backward(self, roots: list[Tensor]) -> None:
         self.had_backward = True
         for root in roots if self.is_recorded else ():
             if root.numel() == 1:
                 self._add_call("loss", "root", self._entry(root.view(())))
 
     @_hook(always=False)
-    def _gradient(self, parameter: Tensor) -> None:
-        # Of several backwards of a step, the last leaves the sum.
-        if parameter.grad is not None:
-            self._add("gradient", [(self.names[id(parameter)], parameter.grad)])
+    def _after_backward(self) -> None:
+        # DDP and FSDP reduce until a backward returns: hooks of parameters would be too early. Of
+        # several backwards of a step, the last leaves the sum.
+        if self.model is not None:
+            for name, parameter in self.model.named_parameters():
+                if parameter.grad is not None:
+                    self._add("gradient", [(name, parameter.grad)])
 
     @_hook(always=True)
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -388,7 +388,8 @@ def record_training(
         folder: where the record goes. It must not hold one.
         every: record each so many steps, and the first one.
         activations: patterns of names of modules, as ``"layers.*"``, whose results are recorded.
-        values: also keep all bytes, so that ``compare`` names elements.
+        values: also keep all bytes, so that ``compare`` names elements. They are copied to the host
+            and written step by step.
         beside: other modules with state to record by name, as an average of the weights.
 
     Yields:

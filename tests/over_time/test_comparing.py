@@ -37,6 +37,16 @@ def header(change):
         (lambda lines: [lines[0][:40]], "is cut within its first line"),
         (lambda lines: [*lines[:2], "{]\n", *lines[2:]], "line 3, is not a line of a record"),
         (lambda lines: [lines[0], '{"step": 0, "phases": {"load": {"w": [1]}}}\n'], "line 2, is"),
+        (
+            lambda lines: [
+                lines[0],
+                '{"step": 0, "phases": {"load": {"w": [["0"], "f32", [1], [[0], []]]}}}\n',
+            ],
+            "line 2, is",
+        ),
+        (lambda lines: [lines[0], "[" * 100_000 + "\n"], "line 2, is not a line of a record"),
+        (header({"world_size": float("inf")}), "line 1, is not a line of a record"),
+        (header({"world_size": 0}), "holds files of more than the 0 ranks of its first one"),
         (lambda lines: ["[]\n", *lines[1:]], "line 1, is not a line of a record"),
         (lambda lines: [lines[0], lines[-1]], "no step is in both records: 0 to 2 in A, none in B"),
     ],
@@ -121,3 +131,16 @@ def test_the_page_in_markdown(records, tmp_path, capsys):
         in printed
     )
     assert "| optimiser | 1 | " in printed
+
+
+def test_values_name_the_element(tmp_path, capsys):
+    """Z2: the element and both numbers, of a tensor and of a result of a module."""
+    train(2, tmp_path / "a", values=True, activations="0")
+    train(2, tmp_path / "b", values=True, activations="0", nudge=(5, 3))
+    status, printed = compare(capsys, tmp_path / "a", tmp_path / "b")
+    assert status == 1
+    assert "first difference: step 1, forward: 0, rank 0\n  element [0, 5]: " in printed
+    assert "4 of 64 elements of rank 0 differ" in printed
+    (tmp_path / "b" / "rank0.values").unlink()
+    status, printed = compare(capsys, tmp_path / "a", tmp_path / "b")
+    assert (status, "element [" in printed) == (1, False)

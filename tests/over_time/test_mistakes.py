@@ -39,6 +39,7 @@ def test_a_run_that_was_resumed_is_equal(good, capsys):
     assert "only in A: 2 steps, 0 to 1" in printed
 
 
+@pytest.mark.second_tier("the data", "a layer", "bf16", "a compiled")
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -54,7 +55,7 @@ def test_a_run_that_was_resumed_is_equal(good, capsys):
         ),
         pytest.param(
             [(BACKWARD, FREEZE + BACKWARD)],
-            "step 2, gradient: layers.1.down.bias: only in A",
+            "step 2, gradient: layers.1.attention_norm.weight: only in A",
             id="a layer is frozen late",
         ),
         pytest.param(
@@ -88,6 +89,7 @@ def test_a_mistake_in_the_loop(good, tmp_path, capsys, changes, named):
     assert f"first difference: {named}" in printed
 
 
+@pytest.mark.second_tier("the state", "the average", "the schedule", "the data")
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

@@ -14,7 +14,9 @@ from pytest_gtrainer.over_time.files import RecordError, read_run
 from tests.over_time.trainers import SCRIPT, planted, record
 
 
-def train(steps, folder=None, *, seed=0, width=8, compiled="", interrupt=None, **options):
+def train(
+    steps, folder=None, *, seed=0, width=8, compiled="", interrupt=None, nudge=None, **options
+):
     """Train a small model, recorded if there is a folder, and return what it ends with."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(width, 16), nn.Dropout(0.5), nn.BatchNorm1d(16))
@@ -28,6 +30,9 @@ def train(steps, folder=None, *, seed=0, width=8, compiled="", interrupt=None, *
         for step in range(steps):
             if step == interrupt:
                 raise KeyError("gone")
+            if nudge and step == 1:
+                with torch.no_grad():
+                    model[0].weight[nudge] += 1.0
             # Two backwards are accumulated.
             for _ in range(2):
                 trained(torch.randn(4, width)).square().mean().backward()

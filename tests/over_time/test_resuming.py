@@ -1,0 +1,110 @@
+"""``assert_resumes`` on the trainer of ``examples/trainer``: each piece of state that is dropped is
+named.
+"""
+
+import runpy
+import sys
+
+import pytest
+import torch
+
+from pytest_gtrainer import NotResumed, assert_resumes
+from tests.over_time.trainers import SCRIPT
+
+
+@pytest.fixture(scope="module")
+def make():
+    script = runpy.run_path(str(SCRIPT))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", "--batch=4"])
+        options = script["parse"]()
+    return lambda: script["Trainer"](options)
+
+
+def resumes(make, load, **how):
+    arguments = {"at": 2, "steps": 4} | how
+    return assert_resumes(
+        make,
+        lambda trainer, folder: trainer.save(folder),
+        load,
+        beside=lambda trainer: {"ema": trainer.ema},
+        **arguments,
+    )
+
+
+def test_a_trainer_that_saves_all(make):
+    """Z3: on one process; random states are put back afterwards."""
+    before = torch.get_rng_state()
+    result = resumes(make, lambda trainer, folder: trainer.load(folder))
+    assert result.steps == [2, 3]
+    assert result.compared > 300
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.second_tier("a weight", "the average", "random", "data", "learning")
+@pytest.mark.parametrize(
+    ("drop", "named"),
+    [
+        (
+            lambda trainer: trainer.optimizer.state.clear(),
+            "step 2, load: embeddings.weight.step: only in A",
+        ),
+        (
+            lambda trainer: trainer.model.head.weight.data.mul_(2),
+            "step 2, load: head.weight, rank 0",
+        ),
+        (
+            lambda trainer: trainer.ema.head.weight.data.mul_(2),
+            "step 2, load: beside ema.head.weight, rank 0",
+        ),
+        (lambda trainer: torch.manual_seed(7), "step 2, random: torch.cpu, rank 0"),
+        (
+            lambda trainer: setattr(trainer.batches, "position", 0),
+            "step 2, data: input [0][0], rank 0",
+        ),
+        (
+            lambda trainer: trainer.optimizer.param_groups[0].update(lr=0.5),
+            "step 2, optimiser: param_groups.0.lr, rank 0: 0.0075 in A, 0.5 in B",
+        ),
+    ],
+    ids=["moments", "a weight", "the average", "random states", "data position", "learning rate"],
+)
+def test_each_piece_of_state_that_is_dropped(make, drop, named):
+    """Z3: by step, phase and name."""
+
+    def load(trainer, folder):
+        trainer.load(folder)
+        drop(trainer)
+
+    with pytest.raises(NotResumed) as error:
+        resumes(make, load)
+    assert f"first difference: {named}" in str(error.value)
+
+
+def test_checks_that_cannot_fail(make):
+    with pytest.raises(ValueError, match="at=4 of steps=4: a run is saved after its first step"):
+        resumes(make, lambda trainer, folder: trainer.load(folder), at=4)
+
+    class Still:
+        """Its steps change nothing, so a load that does nothing is as good."""
+
+        def __init__(self, moves=1):
+            self.model, self.moves = torch.nn.Linear(2, 2), moves
+            torch.nn.init.zeros_(self.model.weight)
+            torch.nn.init.zeros_(self.model.bias)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+            torch.manual_seed(0)
+
+        def step(self):
+            for _ in range(self.moves):
+                self.model(torch.ones(1, 2)).sum().backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+        def nothing(self, folder):
+            pass
+
+    with pytest.raises(NotResumed, match="so this check cannot fail"):
+        assert_resumes(Still, Still.nothing, Still.nothing, at=1, steps=3)
+    with pytest.raises(NotResumed, match="0 of 3 steps were recorded: each step"):
+        assert_resumes(lambda: Still(0), Still.nothing, Still.nothing, at=1, steps=3)

@@ -34,7 +34,7 @@ from pytest_gtrainer.proofs.state import (
     contents_of,
     copy_of,
     named_state,
-    training_modes,
+    python_numbers,
 )
 from pytest_gtrainer.worlds.simulate import AnyWorld, net_of_any, run_on_net
 from pytest_gtrainer.worlds.simulated.interpreter.program import NodeByNode
@@ -325,12 +325,13 @@ class FunctionProgram(Program):
         for name, tensor in (state | captured).items():
             left.before[f"{name}{AFTERWARDS}", None] = _made(mode, tensor.detach())
         put_back = contents_of(self.function)
-        trains = training_modes(function, given)
-        left.before[f"training modes{AFTERWARDS}", None] = Made(trains, trains.dtype, True)
+        for name, numbers in python_numbers(function, given).items():
+            left.before[f"{name}{AFTERWARDS}", None] = Made(numbers, numbers.dtype, True)
         try:
             outputs = self._called(mode, function, given)
             check_outputs(outputs)
-            left.after[f"training modes{AFTERWARDS}", None] = training_modes(function, given)
+            for name, numbers in python_numbers(function, given).items():
+                left.after[f"{name}{AFTERWARDS}", None] = numbers
             for name, leaf in named_outputs(outputs).items():
                 left.outputs[name, None] = leaf.detach()
             # Again, as a program may replace a tensor instead of writing to it.

@@ -64,13 +64,25 @@ def named_state(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
     return found
 
 
-def training_modes(function: Any, inputs: Sequence[Any]) -> Tensor:
-    """Return for each module that a call is given, and its parts, whether it trains."""
+def python_numbers(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
+    """Return what modules that a call is given hold beside tensors, and a call may change.
+
+    Whether each of their parts trains, and numbers that are plain attributes, such as counters.
+    """
     modes = []
+    found: dict[str, Tensor] = {}
     for leaf in pytree.tree_leaves([function, *inputs]):
-        if isinstance(leaf, nn.Module):
-            modes += [part.training for part in leaf.modules()]
-    return torch.tensor(modes, dtype=torch.bool)
+        if not isinstance(leaf, nn.Module):
+            continue
+        for path, part in leaf.named_modules():
+            modes.append(part.training)
+            for name, value in vars(part).items():
+                # A bool is a switch, which the caller of a model sets to choose what it runs.
+                if name not in _OF_EVERY_MODULE and type(value) in (int, float):
+                    whole = f"{path}.{name}" if path else name
+                    found[f"attribute {whole}"] = torch.tensor(value, dtype=torch.float64)
+    found["training modes"] = torch.tensor(modes, dtype=torch.bool)
+    return found
 
 
 def _tensors_of(module: nn.Module, where: str) -> Iterator[tuple[str, Tensor]]:

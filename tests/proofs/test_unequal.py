@@ -344,6 +344,27 @@ def test_gradients_that_a_model_has_are_added_to():
     assert torch.equal(model.weight.grad, before)
 
 
+class Counting(nn.Module):
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += self.by
+        return x + 1
+
+
+def test_a_counter_of_a_module_is_state():
+    module = Counting(1)
+    assert kind_of(module, Counting(1), X)[0] == "identical"
+    kind, text = kind_of(module, Counting(2), X)
+    assert kind == "another function"
+    assert "attribute calls afterwards" in text
+    assert kind_of(lambda m, x: x + 1, lambda m, x: x + 1, module, X)[0] == "identical"
+    assert kind_of(lambda m, x: m(x), lambda m, x: x + 1, module, X)[0] == "another function"
+
+
 def test_known_numbers_of_buffers_and_captured_tensors_are_named():
     class Centered(nn.Module):
         def __init__(self, sign):

@@ -25,6 +25,10 @@ class Numbers(Arithmetic):
     """Float64 numbers: in draw 0 those that are given, in draw 1 others near them.
 
     In all further draws every input is small, large, or of one sign, by chance.
+
+    Attributes:
+        calls: how many operators have run.
+        largest: the largest number of all inputs.
     """
 
     kind = "numbers"
@@ -33,6 +37,7 @@ class Numbers(Arithmetic):
     def __init__(self, draw: int = 0) -> None:
         super().__init__(draw)
         self.calls = 0
+        self.largest = 0.0
 
     def of_input(self, name: Any, tensor: Tensor) -> Elements:
         """Write the numbers of a draw to an input, and return its elements.
@@ -62,6 +67,9 @@ class Numbers(Arithmetic):
                 away = drawn.abs() + 1
                 drawn = (drawn * _SMALL, drawn * _LARGE, away * _LARGE, -away * _LARGE)[style - 4]
             tensor.detach().copy_(drawn)
+            finite = torch.where(drawn.isfinite(), drawn, 0.0)
+            if finite.numel():
+                self.largest = max(self.largest, float(finite.abs().max()))
             return self.lift(tensor)
 
     def narrow(self, hashes: Tensor) -> Elements:

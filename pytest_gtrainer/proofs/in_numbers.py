@@ -25,6 +25,9 @@ are drawn, and long sums a few more. A factor of 1 + 2**-30 is 32 times as far a
 APART = {"identical": 1e-6, "other kernels": 1e-6, "reordered": 1e-6, "rounds elsewhere": 1e-3}
 """By kind, a difference that no rounding explains. Casts are set aside, constants are rounded."""
 
+_NOISE = 16
+"""Roundings of the largest input that are no difference."""
+
 _CALLS, _FEWEST, _MOST = 2000, 4, 40
 
 
@@ -55,13 +58,19 @@ def largest(differences: Iterable[Difference]) -> Difference:
     return found
 
 
-def difference(actual: Mapping[Any, Tensor], expected: Mapping[Any, Tensor]) -> Difference:
-    """Compare results by name and rank: float64, or known numbers of any other dtype."""
+def difference(
+    actual: Mapping[Any, Tensor], expected: Mapping[Any, Tensor], largest_input: float
+) -> Difference:
+    """Compare results by name and rank: float64, or known numbers of any other dtype.
+
+    Results that large inputs leave, as the entropy of a sure choice does, have the errors of these.
+    """
+    noise = _NOISE * torch.finfo(torch.float64).eps * largest_input
     if actual.keys() != expected.keys():
         return Difference(math.inf, "a result of one side")
     found = []
     for key, wanted in expected.items():
-        found.append(Difference(_distance(actual[key], wanted), _words(key)))
+        found.append(Difference(_distance(actual[key], wanted, noise), _words(key)))
     return largest(found)
 
 
@@ -70,7 +79,7 @@ def _words(key: Any) -> str:
     return str(name) if rank is None else f"{name}, rank {rank}"
 
 
-def _distance(found: Tensor, wanted: Tensor) -> float:
+def _distance(found: Tensor, wanted: Tensor, noise: float) -> float:
     if found.dtype != wanted.dtype or found.shape != wanted.shape:
         return math.inf
     if wanted.dtype != torch.float64:
@@ -81,6 +90,8 @@ def _distance(found: Tensor, wanted: Tensor) -> float:
     errors = (found - wanted)[is_other].abs()
     if not bool(errors.isfinite().all()):
         return math.nan
+    if float(errors.max()) <= noise:
+        return 0.0
     finite = torch.where(wanted.isfinite(), wanted, 0.0)
     return float(errors.max() / torch.maximum(finite.abs().max(), errors.max()))
 

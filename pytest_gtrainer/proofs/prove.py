@@ -216,7 +216,7 @@ def _held_to_numbers(
 
     def compare(numbers: Numbers) -> Difference:
         runs[:] = _run_in_numbers(programs, numbers)
-        return _difference_in_numbers(programs, runs)
+        return _difference_in_numbers(programs, runs, numbers)
 
     try:
         reads = any(programs[0].gathered(any(run.reads for run in attempt.runs)))
@@ -234,7 +234,9 @@ def _run_in_numbers(programs: Sequence[Program], numbers: Numbers) -> list[Run]:
     return [programs[0].run(copy.deepcopy(numbers)), programs[1].run(numbers)]
 
 
-def _difference_in_numbers(programs: Sequence[Program], runs: Sequence[Run]) -> Difference:
+def _difference_in_numbers(
+    programs: Sequence[Program], runs: Sequence[Run], numbers: Numbers
+) -> Difference:
     """Return the largest difference of two runs on any rank."""
     actual, expected = (run.results for run in runs)
     known = {
@@ -251,7 +253,8 @@ def _difference_in_numbers(programs: Sequence[Program], runs: Sequence[Run]) -> 
             else:
                 side[key] = made.elements.double() if made.is_known else numbers_of(made.elements)
         sides.append(side)
-    return largest(programs[0].gathered(difference(*sides)))
+    inputs = max(programs[0].gathered(numbers.largest))
+    return largest(programs[0].gathered(difference(sides[0], sides[1], inputs)))
 
 
 def _first_reason(programs: Sequence[Program], own: str) -> str:
@@ -708,7 +711,7 @@ def _different(
     if weakest and (first.element is not None or first.says.endswith(KNOWN)):
 
         def compare(numbers: Numbers) -> Difference:
-            return _difference_in_numbers(programs, _run_in_numbers(programs, numbers))
+            return _difference_in_numbers(programs, _run_in_numbers(programs, numbers), numbers)
 
         reason = agreement(compare)
         if reason:

@@ -295,6 +295,9 @@ class _Subject:
         _join_losses(found, self.mesh, self.dims, self.models.combine, numbers)
         if has_other_inputs:
             return Difference(), ""
+        # The reference has the inputs of all ranks.
+        assert isinstance(expected.arithmetic, Numbers)
+        largest_input = expected.arithmetic.largest
         differences = [Difference()]
         for rank, made in enumerate(found):
             own, wanted = made.results(), made.part_of(expected)
@@ -306,7 +309,7 @@ class _Subject:
             sides: list[dict[tuple[str, int], Tensor]] = []
             for side in (own, wanted):
                 sides.append({(name, rank): numbers_of(side[name]) for name in own})
-            differences.append(difference(*sides))
+            differences.append(difference(sides[0], sides[1], largest_input))
         return largest(differences), says
 
 

@@ -105,6 +105,11 @@ AGREE = {
         lambda q, k, v: torch.softmax(q @ k.T, -1) @ v,
         *(X, X + 1, X * 2),
     ),
+    "what large numbers leave": (
+        lambda x: torch.distributions.Categorical(logits=x, validate_args=False).entropy(),
+        lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1),
+        X,
+    ),
     "clipping": (clipped, clipped_by_hand, nn.Linear(6, 2), X),
     "AdamW": (adamw, adamw_by_hand, nn.Linear(6, 2), X),
     "a known zero": (lambda x: (x * 2, x * 0), lambda x: (x * 2, torch.zeros_like(x)), X),

@@ -24,7 +24,8 @@ what is left of them, still keep a third of the digits of float64."""
 class Numbers(Arithmetic):
     """Float64 numbers: in draw 0 those that are given, in draw 1 others near them.
 
-    In all further draws every input is small, large, or of one sign, by chance.
+    In each third draw all inputs are between -2 and 2, so choices go many ways. In the others every
+    input is small, large, of one sign, or near what is given, by chance.
 
     Attributes:
         calls: how many operators have run.
@@ -55,17 +56,17 @@ class Numbers(Arithmetic):
                 [torch.arange(1, given.numel() + 1)],
             )
             drawn = (key.remainder(2**31) / 2.0**30 - 1).view(given.shape)  # between -1 and 1
-            style = hashing.of_name("style", self.seed, name) % 8
-            if self.seed == 1 or style == 0 or (self.seed % 2 and style < 4):
+            style = hashing.of_name("style", self.seed, name) % 6
+            if self.seed == 1 or (self.seed % 3 == 1 and style < 2):
                 if is_positive:
                     drawn = drawn.abs()
                 size = given[given.isfinite()].abs().mean().nan_to_num() or 1.0
                 drawn = torch.where(given == 0, drawn * size, given * (1 + drawn / 8))
-            elif style < 4:
+            elif self.seed % 3 == 2 or style < 2:
                 drawn = 2 * drawn
             else:
                 away = drawn.abs() + 1
-                drawn = (drawn * _SMALL, drawn * _LARGE, away * _LARGE, -away * _LARGE)[style - 4]
+                drawn = (drawn * _SMALL, drawn * _LARGE, away * _LARGE, -away * _LARGE)[style - 2]
             tensor.detach().copy_(drawn)
             finite = torch.where(drawn.isfinite(), drawn, 0.0)
             if finite.numel():

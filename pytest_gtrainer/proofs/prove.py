@@ -713,7 +713,8 @@ def _different(
         def compare(numbers: Numbers) -> Difference:
             return _difference_in_numbers(programs, _run_in_numbers(programs, numbers), numbers)
 
-        reason = agreement(compare)
+        decides = actual.arithmetic.decisions + expected.arithmetic.decisions
+        reason = agreement(compare, decides=any(programs[0].gathered(decides)))
         if reason:
             return Proof(
                 "unknown", len(expected.results), first, origin, reason=reason, seconds=seconds

@@ -329,7 +329,10 @@ def _against_numbers(
         if unlike and proof.factor is None:
             reason = says_unlike(unlike)
         else:
-            reason = agreement(lambda numbers: subject.in_numbers(numbers)[0])
+            reason = agreement(
+                lambda numbers: subject.in_numbers(numbers)[0],
+                decides=any(made.chances.decides for made in (*found, expected)),
+            )
         if reason:
             proof = replace(proof, kind="unknown", reason=reason, repairs=())
     assumes = (

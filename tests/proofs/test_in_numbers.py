@@ -116,6 +116,7 @@ AGREE = {
 }
 
 
+@pytest.mark.second_tier("attention by another product", "clipping")
 @pytest.mark.parametrize("name", AGREE)
 def test_numbers_that_agree_are_no_other_function(name):
     """Nobody knows that they are equal, and it is no bug either."""

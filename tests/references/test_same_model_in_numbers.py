@@ -135,3 +135,25 @@ def test_what_has_known_numbers_is_named():
     proof = assert_same_model(Normed, Normed, step, batch)
     assert "assumed: the numbers of buffer mean, hidden[0] stay what they are" in str(proof)
     assert "stay what they are" not in str(compare(torch.sin, torch.sin))
+
+
+class Routed(nn.Module):
+    def __init__(self, wrong=-1):
+        super().__init__()
+        self.gate = nn.Linear(4, 16, bias=False)
+        self.wrong = wrong
+
+    def forward(self, x):
+        weights, places = self.gate(x).softmax(-1).topk(1)
+        return x * torch.where(places == self.wrong, 3 * weights, weights)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"), [(9, "another function"), (7, "unknown")], ids=["chosen", "never chosen"]
+)
+def test_a_mistake_in_a_branch_that_is_seldom_taken_is_no_proof(wrong, kind):
+    """Numbers choose another expert than any order of elements does."""
+    with pytest.raises(AnotherFunction) as failure:
+        assert_same_model(lambda: Routed(wrong), Routed, step, batch)
+    assert failure.value.proof.kind == kind, str(failure.value)
+    assert kind != "unknown" or "no run takes the branch in which they differ" in str(failure.value)

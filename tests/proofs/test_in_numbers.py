@@ -1,5 +1,7 @@
 """Float64 numbers of both sides contradict a proof, or a mistake that it claims to find."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -45,19 +47,19 @@ def routed_by_scores(x):
 
 
 def adamw(model, x):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
     (model(x) ** 2).mean().backward()
     optimizer.step()
     return x.sum()
 
 
-def adamw_by_hand(model, x):
+def adamw_by_hand(model, x, eps=1e-8):
     (model(x) ** 2).mean().backward()
     with torch.no_grad():
         for parameter in model.parameters():
             own = parameter.grad
             mean, square = 0.1 * own / (1 - 0.9), 0.001 * own * own / (1 - 0.999)
-            parameter.sub_(1e-3 * mean / (square.sqrt() + 1e-8))
+            parameter.sub_(1e-5 * mean / (square.sqrt() + eps))
     return x.sum()
 
 
@@ -168,6 +170,11 @@ def test_mistakes_that_are_small_in_numbers_are_another_function(name):
 
 
 @pytest.mark.parametrize("last", [torch.relu, torch.sin])
+def test_a_small_number_in_a_small_step_is_another_function():
+    twice = partial(adamw_by_hand, eps=2e-8)
+    assert prove(twice, adamw, inputs=(nn.Linear(6, 2), X)).kind == "another function"
+
+
 def test_equal_elements_of_other_numbers_are_no_proof(monkeypatch, last):
     """A mistake of the arithmetic is found, also where something is decided."""
     monkeypatch.setattr(Field, "_neg", lambda self, call: self.lift(call.args[0]))

@@ -30,7 +30,7 @@ def test_the_how_tos_begin_with_the_question():
 
 def test_the_examples_run():
     blocks = [block for block in BLOCKS if "def test_" not in block]
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         exec(compile(block, "proofs.md", "exec"), {"__name__": "proofs.md"})
 

@@ -290,9 +290,10 @@ class _Subject:
     def in_numbers(self, numbers: Numbers) -> tuple[Difference, str]:
         """Return how far both sides are apart, and what their real losses contradict."""
         found, expected = _run_sides(self.models, self.mesh, numbers)
-        says = _apart_in_real_numbers(found, expected)
         has_other_inputs = any(made.real.keys() - expected.real.keys() for made in found)
+        # This drops real losses of which each rank has a part.
         _join_losses(found, self.mesh, self.dims, self.models.combine, numbers)
+        says = _apart_in_real_numbers(found, expected)
         if has_other_inputs:
             return Difference(), ""
         # The reference has the inputs of all ranks.

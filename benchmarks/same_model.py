@@ -2,29 +2,38 @@
 
     python -m benchmarks.same_model --sizes 200 [--first 0]
     python -m benchmarks.same_model --mistakes
+    python -m benchmarks.same_model --combinations
+    python -m benchmarks.same_model --ranks
 
 ``--sizes`` proves models of drawn sizes: uneven shards, one head a rank, a vocabulary that does not
-divide. None may raise an alarm. ``--mistakes`` prints a table: each mistake, what a failure says,
+divide. None may raise an alarm. ``--combinations`` prints the table of what is parallel on 8
+ranks, with the kind of equal, and CPU seconds. ``--mistakes`` prints a table: each mistake, what a failure says,
 and whether ``assert_close`` at its default tolerances sees it in the loss and in the gradients.
+``--ranks`` compares a proof on 8 gloo ranks with one eager step of the same: building the model,
+forward and backward, in CPU seconds of all ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fixtures.combinations import Combination, drawn
+from fixtures.combinations import COMBINATIONS, Combination, drawn
 from fixtures.models.loss import ce_step
 from fixtures.same_model_mistakes import MISTAKES, Mistake
 from pytest_gtrainer import AnotherFunction, assert_same_model
@@ -42,14 +51,77 @@ def main() -> int:
     )
     parser.add_argument("--sizes", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the seed of the first size")
-    parser.add_argument("--mistakes", action="store_true")
+    parser.add_argument("--mistakes", nargs="*", metavar="NAME", help="all, or some")
+    parser.add_argument("--combinations", nargs="*", metavar="NAME", help="all, or some")
+    parser.add_argument("--ranks", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     failed = report_sizes(range(options.first, options.first + options.sizes))
-    if options.mistakes:
-        failed += report_mistakes()
+    if options.combinations is not None:
+        failed += report_combinations(options.combinations or COMBINATIONS)
+    if options.mistakes is not None:
+        failed += report_mistakes(options.mistakes or MISTAKES)
+    if options.ranks:
+        failed += report_ranks()
     return 1 if failed else 0
+
+
+ON_RANKS = """
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fixtures.combinations import Combination
+from fixtures.models.llama3 import FLAVORS
+from fixtures.models.loss import ce_step
+from pytest_gtrainer import assert_same_model
+
+RIGHT = Combination({"dp": 2, "cp": 2, "tp": 2}, FLAVORS["debug"], length=64)
+
+def seconds(function):
+    begin = time.process_time()
+    function()
+    spent = torch.tensor(time.process_time() - begin)
+    dist.all_reduce(spent)
+    return float(spent)
+
+@pytest.mark.gt_world("ranks", size=8, mesh=RIGHT.mesh)
+def test_ratio(gt_mesh):
+    def step():
+        model, step = RIGHT.parallel(gt_mesh)
+        coordinate = gt_mesh.get_local_rank("dp")
+        step(model, *RIGHT.batch(coordinate)).backward()
+
+    def proof():
+        options = RIGHT.options(gt_mesh)
+        assert_same_model(RIGHT.parallel, RIGHT.reference, ce_step, RIGHT.batch, **options)
+
+    for _ in range(2):
+        eager, exact = seconds(step), seconds(proof)
+        if dist.get_rank() == 0:
+            with open("seconds", "a") as file:
+                print(eager, exact, file=file)
+"""
+MOST_TIMES = 8
+
+
+def report_ranks() -> int:
+    """Print the seconds of a proof on 8 ranks and of an eager step; 1 if the goal is missed."""
+    with TemporaryDirectory() as folder:
+        Path(folder, "test_ratio.py").write_text(ON_RANKS)
+        root = Path(__file__).parents[1]
+        command = [sys.executable, "-m", "pytest", "-q", "--gt-gpus=8", "-p", "no:cacheprovider"]
+        environment = {**os.environ, "PYTHONPATH": str(root)}
+        subprocess.run([*command, "test_ratio.py"], cwd=folder, env=environment, check=True)
+        lines = Path(folder, "seconds").read_text().splitlines()
+    for name, line in zip(("first", "second"), lines, strict=True):
+        eager, exact = map(float, line.split())
+        ratio = exact / eager
+        print(f"{name}: step {eager:.1f} s, proof {exact:.1f} s, {ratio:.1f} times a step")
+    return int(ratio > MOST_TIMES)
 
 
 @contextmanager
@@ -86,11 +158,39 @@ def report_sizes(seeds: range) -> int:
     return len(seeds) - kinds["reordered"] - kinds["rounds elsewhere"]
 
 
-def report_mistakes() -> int:
+def report_combinations(names: Iterable[str]) -> int:
+    """Print the table of combinations; return how many are not equal."""
+    failed = 0
+    print("| combination | model | kind | compared | CPU seconds |\n|---|---|---|---|---|")
+    for name in names:
+        combination = COMBINATIONS[name]
+        begin = time.process_time()
+        try:
+            with mesh_for(combination) as mesh:
+                options = combination.options(mesh)
+                proof = assert_same_model(
+                    combination.parallel,
+                    combination.reference,
+                    ce_step,
+                    combination.batch,
+                    **options,
+                )
+            kind, compared = proof.kind, proof.compared
+        except Exception as error:
+            kind, compared = f"{type(error).__name__}: {error}", 0
+            failed += 1
+        seconds = time.process_time() - begin
+        model = type(combination.config).__name__.removesuffix("Config")
+        print(f"| {name} | {model} | {kind} | {compared} | {seconds:.0f} |", flush=True)
+    return failed
+
+
+def report_mistakes(names: Iterable[str]) -> int:
     """Print the table of mistakes; return how many are not told."""
     missed = 0
     print("| mistake | told | loss | gradients |\n|---|---|---|---|")
-    for name, mistake in MISTAKES.items():
+    for name in names:
+        mistake = MISTAKES[name]
         with mesh_for(mistake.right) as mesh:
             told = judge(mistake, mesh)
             loss, gradients = in_floats(mistake, mesh)
@@ -146,6 +246,8 @@ def in_floats(mistake: Mistake, mesh: DeviceMesh) -> tuple[str, str]:
         for result, own in made.results().items():
             into = losses if result.startswith("loss") else gradients
             into.append(_is_close(own, expected.get(result, torch.zeros_like(own))))
+        for fqn in made.parameters - set(made.gradients):
+            gradients.append(f"gradient of {fqn}" not in expected)
     if right.loss_dims:
         return "-", _seen(gradients)
     return _seen(losses), _seen(gradients)
@@ -174,6 +276,12 @@ class Floats:
 
     def make_abstract(self, tensor: Tensor, name: Any) -> None:
         """Leave a tensor as it is."""
+
+    def free(self, tensor: Tensor) -> None:
+        """Leave memory as it is."""
+
+    def has(self, tensor: Tensor) -> bool:
+        return False
 
     @property
     def shadows(self) -> Any:

@@ -17,6 +17,11 @@ SHORT = (
     "labels shifted by shard",
     "experts not divided",
     "a layer twice",
+    "without synchronisation",
+    "one batch for replicas",
+    "a bias of each rank",
+    "balanced parts, plain positions",
+    "a rows' gradient averaged",
 )
 
 

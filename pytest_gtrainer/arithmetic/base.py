@@ -72,6 +72,7 @@ class Arithmetic(ABC):
     Attributes:
         kind: what equal results in it prove, see ``Proof``.
         rounds: narrow dtypes round what is computed.
+        is_exact: a formula may compute in other steps than an operator, such as log(1 + x).
         takes_apart: kernels are seen through: operators are made of others where torch says how.
         seed: another seed gives other elements to the same inputs.
         opaque: operators of which nothing is known, and hashes of the arguments that they got.
@@ -86,10 +87,12 @@ class Arithmetic(ABC):
         never_equal: operators that ask whether elements are equal: they never are by chance.
         branches: by place in the program's code, numbers that it read of what was compared.
         exponentials: how often ``exp`` was computed as an unknown function.
+        masks: exp was taken of a number that a mask of a large negative number was added to.
         coarsest: the largest epsilon of a dtype that elements were rounded to.
     """
 
     kind: str
+    is_exact: bool = False
     takes_apart: bool = True
     rounds: bool = True
 
@@ -101,6 +104,7 @@ class Arithmetic(ABC):
         self.chosen: set[str] = set()
         self.branches: dict[str, set[str]] = {}
         self.bias = 0
+        self.masks = False
         self.decisions = self.few = self.exponentials = 0
         self.fewest_roots = FEW
         self.coarsest = 0.0
@@ -133,7 +137,7 @@ class Arithmetic(ABC):
         By ``bias`` abstract elements are above or below all known ones. So what is asked of a whole
         tensor, such as whether any element is above a limit, has both answers in some run.
         """
-        keys = [self.order(self.lift(operand)) for operand in (left, right)]
+        keys = [self._key(operand) for operand in (left, right)]
         abstract = [isinstance(operand, Value) for operand in (left, right)]
         if all(abstract):
             self._note_decision(left.elements, right.elements)
@@ -142,14 +146,31 @@ class Arithmetic(ABC):
         if not self.bias or all(abstract):
             return keys[0], keys[1]
         place = abstract.index(True)
-        is_equal = self.lift(left) == self.lift(right)
+        abstract_one, known_one = (left, right) if place == 0 else (right, left)
         # Next to the ends, which infinities have.
         limits = torch.iinfo(torch.int64)
         end = limits.max - 1 if self.bias > 0 else limits.min + 1
-        key = keys[place].expand(is_equal.shape)
-        is_end = (key == limits.max) | (key == limits.min)
-        keys[place] = torch.where(is_equal | is_end, key, end)
+        stays = self.has_order(abstract_one.elements) | ~self.may_be_biased(known_one)
+        keys[place] = torch.where(stays, keys[place], end)
         return keys[0], keys[1]
+
+    def _key(self, operand: Any) -> Tensor:
+        if isinstance(operand, Value):
+            return self.order(operand.elements)
+        return self.order_of_known(operand)
+
+    def order_of_known(self, operand: Any) -> Tensor:
+        """Return numbers that put known numbers in an order."""
+        return self.order(self.lift(operand))
+
+    def has_order(self, elements: Elements) -> Tensor:
+        """Return where an element of an abstract tensor is known, as an infinity is."""
+        minus, plus, nan = self.not_finite(elements)
+        return minus | plus | nan
+
+    def may_be_biased(self, known: Any) -> Tensor:
+        """Return which known numbers all abstract ones may be above, or below."""
+        return torch.tensor(True)
 
     def _note_decision(self, *operands: Elements) -> None:
         """Note that elements are compared: few of them may all decide alike by chance."""
@@ -168,6 +189,10 @@ class Arithmetic(ABC):
     def compared(self, elements: Elements) -> Elements:
         """Return the part of elements that results are compared by."""
         return elements
+
+    def compared_instead(self, elements: Elements) -> Elements | None:
+        """Return another part, by which results are equal, too; None if there is none."""
+        return None
 
     def leaf(self, name: Any, shape: Sequence[int]) -> Elements:
         """Return elements that depend on a name, a place and the seed: an input."""

@@ -11,7 +11,7 @@ the numbers that were rounded to them, such as 1/6 and 1e-5.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,17 +29,23 @@ from pytest_gtrainer.arithmetic.base import (
     mapped,
     values_in,
 )
+from pytest_gtrainer.arithmetic.logarithms import exponents_of
 from pytest_gtrainer.arithmetic.operators import BITS, names
-from pytest_gtrainer.arithmetic.prime import INNER, ROOT, P, Prime, Q
+from pytest_gtrainer.arithmetic.prime import INNER, ROOT, P, Prime, Q, key_of_real
 from pytest_gtrainer.arithmetic.values import NoMeaning, Value
 
 
 class Field(Arithmetic):
     """Numbers modulo a prime."""
 
+    is_exact = True
+
     def __init__(self, *, casts: str, seed: int = 0, modulus: int = P) -> None:
         super().__init__(seed)
         self.prime = Prime(modulus)
+        self._written: dict[int, int] = {}  # elements of numbers that the program has, and keys
+        self._masked = torch.empty(0, dtype=torch.int64)  # numbers that are far below all others
+        self._odd_roots = torch.empty(0, dtype=torch.int64)  # of what is no square
         if casts not in ("opaque", "identity"):
             raise ValueError(f'casts={casts!r}: take "opaque" or "identity"')
         self.rounds = casts == "opaque"
@@ -54,11 +60,76 @@ class Field(Arithmetic):
         if isinstance(value, complex) or (isinstance(value, Tensor) and value.is_complex()):
             raise NoMeaning("complex numbers")
         if isinstance(value, Tensor):
-            return self.prime.numbers(value, as_meant=not self.rounds)
-        return torch.tensor(self.prime.number(value, as_meant=not self.rounds))
+            elements = self.prime.numbers(value, as_meant=not self.rounds)
+        else:
+            elements = torch.tensor(self.prime.number(value, as_meant=not self.rounds))
+        is_below = torch.as_tensor(value) <= FAR_BELOW
+        if bool(is_below.any()):
+            self._note_masked(elements, is_below)
+        if elements.numel() <= _FEW_NUMBERS and len(self._written) < _MOST_NUMBERS:
+            keys = key_of_real(value)
+            for element, key in zip(
+                elements.flatten().tolist(), keys.flatten().tolist(), strict=True
+            ):
+                self._written.setdefault(element, key)
+        return elements
+
+    def leaf(self, name: Any, shape: Sequence[int]) -> Elements:
+        """Return the elements of an input; by bias all are above 0, or below."""
+        elements = super().leaf(name, shape)
+        if not self.bias:
+            return elements
+        is_above = self.order(elements) > 0
+        return torch.where(is_above == (self.bias > 0), elements, self._negative(elements))
+
+    def _is_masked(self, numbers: Tensor) -> Tensor:
+        """Return where a number is far below all others, as what a mask was added to."""
+        if not len(self._masked):
+            return torch.zeros(numbers.shape, dtype=torch.bool)
+        places = torch.searchsorted(self._masked, numbers.contiguous())
+        return self._masked[places.clamp(max=len(self._masked) - 1)] == numbers
+
+    def _note_masked(self, numbers: Tensor, where: Tensor) -> None:
+        found = numbers[where & (numbers < self.prime.modulus)]
+        self._masked = torch.cat([self._masked, found]).unique()
 
     def order(self, elements: Elements) -> Tensor:
-        return self.prime.order_key(elements, hashing.of_name("order", self.seed))
+        numbers = self.number_of(elements)
+        keys = self.prime.order_key(numbers, hashing.of_name("order", self.seed))
+        keys = torch.where(self._is_masked(numbers), -(1 << 62) - (keys.abs() >> 1), keys)
+        written, places = self._find_written(numbers)
+        return torch.where(written, self._keys_of_written()[places], keys)
+
+    def _find_written(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which numbers the program has written, and their places among these."""
+        elements = torch.tensor(sorted(self._written) or [-1])
+        places = torch.searchsorted(elements, numbers.contiguous()).clamp(max=len(elements) - 1)
+        return (elements[places] == numbers) & (numbers < self.prime.modulus), places
+
+    def _keys_of_written(self) -> Tensor:
+        return torch.tensor([key for _, key in sorted(self._written.items())] or [0])
+
+    def order_of_known(self, operand: Any) -> Tensor:
+        numbers = self.number_of(self.lift(operand))
+        keys = key_of_real(operand)
+        written, _ = self._find_written(numbers)
+        is_end = numbers >= self.prime.modulus
+        return torch.where(written | is_end, self.order(numbers), keys)
+
+    def has_order(self, elements: Elements) -> Tensor:
+        numbers = self.number_of(elements)
+        is_special = (numbers == 0) | (numbers >= self.prime.modulus)
+        return is_special | self._is_masked(numbers) | self._find_written(numbers)[0]
+
+    def may_be_biased(self, known: Any) -> Tensor:
+        # Else x and -x would both be above 0, where inputs and their products are.
+        numbers = torch.as_tensor(known)
+        return (numbers != 0) & (numbers > FAR_BELOW)
+
+    @staticmethod
+    def number_of(elements: Elements) -> Tensor:
+        """Return the number of each element."""
+        return elements
 
     def not_finite(self, elements: Elements) -> tuple[Tensor, Tensor, Tensor]:
         prime = self.prime
@@ -75,6 +146,8 @@ class Field(Arithmetic):
     def _round(self, elements: Elements, dtype: torch.dtype) -> Elements:
         seed = hashing.of_name("round", str(dtype))
         hashed = self.narrow(hashing.mix(seed, [elements]))
+        if len(self._masked):
+            self._note_masked(hashed, self._is_masked(elements))
         # Zero, infinities and NaN are themselves in every dtype.
         return torch.where((elements == 0) | (elements >= self.prime.modulus), elements, hashed)
 
@@ -110,22 +183,44 @@ class Field(Arithmetic):
         return self.lift(left), scaled
 
     def _add(self, call: Call) -> Elements:
-        return self.prime.add(*self._operands(call))
+        left, right = self._operands(call)
+        result = self.prime.add(left, right)
+        if len(self._masked):
+            self._note_masked(result, self._is_masked(left) | self._is_masked(right))
+        return result
 
     def _sub(self, call: Call) -> Elements:
-        return self.prime.subtract(*self._operands(call))
+        left, right = self._operands(call)
+        result = self.prime.subtract(left, right)
+        if len(self._masked):
+            # Of two masked numbers nobody knows.
+            self._note_masked(result, self._is_masked(left) & ~self._is_masked(right))
+        return result
 
     def _mul(self, call: Call) -> Elements:
         left, right = list(call.named.values())[:2]
         if not isinstance(left, Value):
             left, right = right, left
-        return self.prime.multiply(self.lift(left), self.lift(right), _known_numbers(right))
+        product = self.prime.multiply(self.lift(left), self.lift(right), _known_numbers(right))
+        if isinstance(right, Value):
+            is_square = left.elements == right.elements
+            product = self._squared(product, left.elements, is_square)
+        self._scale_masked(product, left, right)
+        return product
+
+    def _scale_masked(self, result: Elements, scaled: Any, factor: Any) -> None:
+        """Note that a product of a masked number with a known one above 0 is masked."""
+        if len(self._masked) and isinstance(scaled, Value) and not isinstance(factor, Value):
+            is_above = torch.as_tensor(factor) > 0
+            self._note_masked(result, self._is_masked(scaled.elements) & is_above)
 
     def _div(self, call: Call) -> Any:
         if call.named.get("rounding_mode"):
             return NotImplemented
         left, right = list(call.named.values())[:2]
-        return self.prime.divide(self.lift(left), self.lift(right), _known_numbers(right))
+        result = self.prime.divide(self.lift(left), self.lift(right), _known_numbers(right))
+        self._scale_masked(result, left, right)
+        return result
 
     def _neg(self, call: Call) -> Elements:
         return self.prime.negative(self.lift(call.args[0]))
@@ -134,26 +229,47 @@ class Field(Arithmetic):
         return self.prime.inverse(self.lift(call.args[0]))
 
     def _square(self, call: Call) -> Elements:
-        return self.prime.power(self.lift(call.args[0]), 2)
+        elements = self.lift(call.args[0])
+        return self._squared(self.prime.power(elements, 2), elements)
 
     def _sqrt(self, call: Call) -> Elements:
-        return self._root(self.lift(call.args[0]))
+        return self._root_to_the(1, self.lift(call.args[0]))
 
     def _rsqrt(self, call: Call) -> Elements:
-        return self.prime.inverse(self._root(self.lift(call.args[0])))
+        return self._root_to_the(-1, self.lift(call.args[0]))
 
-    def _root(self, elements: Elements) -> Elements:
-        """Return the root of a square, and the negative of a root of -x for any other x.
+    def _root_to_the(self, exponent: int, elements: Elements) -> Elements:
+        """Return an odd power of the root.
 
-        So the root of a product is the product of the roots, as of positive numbers. Half of the
-        elements are squares; of the others the square of the root is -x.
+        The root of a square is the one that is a square, and that of any other x is the negative
+        of the root of -x. So the root of a product is the product of the roots, as of positive
+        numbers. Of half of the elements the square of the root is -x: such roots are remembered,
+        so what is squared at once becomes x.
         """
         if elements.numel():
             self.fewest_roots = min(self.fewest_roots, count_different(elements))
-        root = self.prime.power(elements, (self.prime.modulus + 1) // 4)
-        is_square = self.prime.power(root, 2) == elements
-        is_special = elements >= self.prime.modulus
-        return torch.where(is_square | is_special, root, self.prime.negative(root))
+        root = self.prime.root(elements)
+        result = self.prime.power(root, abs(exponent))
+        if exponent < 0:
+            result = self.prime.inverse(result)
+        is_odd = (elements > 0) & (elements < self.prime.modulus) & ~self.prime.is_square(elements)
+        found = self._distance(result[is_odd])
+        self._odd_roots = torch.cat([self._odd_roots, found]).unique()
+        return result
+
+    def _distance(self, elements: Elements) -> Tensor:
+        return torch.minimum(elements, self.prime.modulus - elements)
+
+    def _squared(
+        self, power: Elements, elements: Elements, where: Tensor | None = None
+    ) -> Elements:
+        """Return a power of elements with the sign that the square of a root should have."""
+        if not len(self._odd_roots):
+            return power
+        is_odd = torch.isin(self._distance(elements), self._odd_roots)
+        if where is not None:
+            is_odd = is_odd & where
+        return torch.where(is_odd, self.prime.negative(power), power)
 
     def _pow(self, call: Call) -> Any:
         base, exponent = call.args
@@ -164,17 +280,39 @@ class Field(Arithmetic):
             return NotImplemented
         elements = base.elements
         if int(doubled) % 2:
-            elements, exponent = self._root(elements), doubled
+            return self._root_to_the(int(doubled), elements)
         result = self.prime.power(elements, int(abs(exponent)))
+        if int(abs(exponent)) // 2 % 2:
+            result = self._squared(result, elements)
         return self.prime.inverse(result) if exponent < 0 else result
 
     def _exp(self, call: Call) -> Elements:
         self.exponentials += 1
         elements = self.lift(call.args[0])
         hashed = self.narrow(hashing.mix(hashing.of_name("exp"), [elements]))
-        found = torch.where(elements == 0, 1, hashed)
+        # A square, so it is above 0.
+        found = torch.where(elements == 0, 1, self.prime.power(hashed, 2))
+        found = torch.where(self._vanishes(elements), 0, found)
         found = torch.where(elements == self.prime.minus_infinity, 0, found)
         return torch.where(elements > self.prime.minus_infinity, elements, found)
+
+    def _vanishes(self, numbers: Tensor) -> Tensor:
+        """Return where exp is 0, as a mask was added."""
+        is_masked = self._is_masked(numbers)
+        self.masks = self.masks or bool(is_masked.any())
+        return is_masked
+
+    def _log(self, call: Call) -> Elements:
+        elements = self.lift(call.args[0])
+        return self._with_ends_of_log(elements, self.pointwise(call))
+
+    def _with_ends_of_log(self, elements: Elements, found: Elements) -> Elements:
+        """Return logarithms, with those of 0, 1 and what is no number."""
+        prime = self.prime
+        found = torch.where(elements == 1, 0, found)
+        found = torch.where(elements == 0, prime.minus_infinity, found)
+        found = torch.where(elements == prime.minus_infinity, prime.nan, found)
+        return torch.where(elements > prime.minus_infinity, elements, found)
 
     # --- the larger one, by an order that is arbitrary but the same everywhere
 
@@ -199,9 +337,11 @@ class Field(Arithmetic):
     def _abs(self, call: Call) -> Elements:
         elements = self.lift(call.args[0])
         self._note_decision(elements)
-        # Without bias, by which x and -x would both be above 0.
         is_negative = self.order(elements) < 0
-        return torch.where(is_negative, self.prime.negative(elements), elements)
+        return torch.where(is_negative, self._negative(elements), elements)
+
+    def _negative(self, elements: Elements) -> Elements:
+        return self.prime.negative(elements)
 
     def _amax(self, call: Call) -> Elements:
         return self._choose(call, torch.argmax)
@@ -407,10 +547,14 @@ def _check_convolution(gradient: Tensor, weight: Tensor) -> None:
         raise NoMeaning(f"a convolution that adds {widest} products in an element, over {INNER}")
 
 
+FAR_BELOW = -1e4
+"""Numbers up to this are those of masks: their exp is 0, whatever is added."""
+
+_FEW_NUMBERS, _MOST_NUMBERS = 16, 256
 _OF_CONVOLUTIONS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 RING = names(
     """
-    add sub mul div neg reciprocal square sqrt rsqrt pow exp maximum minimum abs amax amin mm
+    add sub mul div neg reciprocal square sqrt rsqrt pow exp log maximum minimum abs amax amin mm
     bmm dot mv sum mean var var_mean cumsum prod index_put _unsafe_index_put index_add
     scatter_add embedding_dense_backward convolution convolution_backward
     """
@@ -419,19 +563,27 @@ RING = names(
 
 
 class FieldWithExponents(Field):
-    """A field in which exp(a + b) is exp(a) exp(b), as softmax in parts needs it.
+    """A field in which exp(a + b) is exp(a) exp(b), and log is the inverse of exp.
 
-    An element is a pair: a number modulo P, and one modulo Q that follows it through sums and
-    matrix products and is its exponent: exp is ``ROOT`` to that power (Mirage, OSDI 2025, section
-    5.1). Where numbers are multiplied one by one, and after any other function, the exponent is a
-    pseudo-random function of the number: an exponent that was a product of two unknowns is lost.
-    Results are compared by their numbers alone.
+    An element has a number modulo P, and an exponent modulo Q: exp is ``ROOT`` to that power
+    (Mirage, OSDI 2025, section 5.1). The exponent of an input is another random number. It follows
+    the number through sums and products, but it is a pseudo-random function of the number behind
+    any other function, and behind a product with the result of one: so it does not matter in how
+    many factors an exp was computed. As no number modulo P has a logarithm modulo P, log gives an
+    exponent, and a sign for a number that is minus a power of ``ROOT``.
+
+    Each exponent stands for a function as well as a number does, so results are equal if all their
+    numbers are, or all their exponents.
     """
 
     def __init__(self, *, casts: str, seed: int = 0) -> None:
         super().__init__(casts=casts, seed=seed)
         self._numbers = Field(casts=casts, seed=seed)
         self._exponents = Field(casts=casts, seed=seed, modulus=Q)
+        self._written = self._numbers._written
+
+    def _is_masked(self, numbers: Tensor) -> Tensor:
+        return self._numbers._is_masked(numbers)
 
     def set_seed(self, seed: int) -> None:
         for each in (self, self._numbers, self._exponents):
@@ -440,30 +592,57 @@ class FieldWithExponents(Field):
     def narrow(self, hashes: Tensor) -> Elements:
         return self._with_own_exponent(hashes.remainder(P))
 
+    def leaf(self, name: Any, shape: Sequence[int]) -> Elements:
+        self._numbers.bias = self.bias
+        numbers = self._numbers.leaf(name, shape)
+        return self._pair(numbers, self._exponents.leaf(("exponent", name), shape))
+
     def compared(self, elements: Elements) -> Elements:
         return self.number_of(elements)
+
+    def compared_instead(self, elements: Elements) -> Elements:
+        numbers = self.number_of(elements)
+        return torch.where(numbers < P, elements ^ numbers, numbers)
 
     @staticmethod
     def number_of(elements: Elements) -> Tensor:
         return elements & _LOW
 
+    @staticmethod
+    def exponent_of(elements: Elements) -> Tensor:
+        return (elements >> 31) & _LOW >> 1
+
+    @staticmethod
+    def sign_of(elements: Elements) -> Tensor:
+        return elements >> _SIGN & 1
+
+    def _own_exponent(self, numbers: Tensor) -> Tensor:
+        """Return the exponent that is a function of a number."""
+        return hashing.mix(hashing.of_name("exponent"), [numbers]).remainder(Q)
+
     def _with_own_exponent(self, numbers: Tensor) -> Elements:
-        """Return numbers with the exponent that is a function of each."""
-        exponents = hashing.mix(hashing.of_name("exponent"), [numbers]).remainder(Q)
+        return self._pair(numbers, self._own_exponent(numbers))
+
+    def _pair(self, numbers: Tensor, exponents: Tensor) -> Elements:
+        """Return elements of numbers and exponents. What is no number has none."""
         return torch.where(numbers < P, numbers | exponents << 31, numbers)
 
     def lift(self, value: Any) -> Elements:
         if isinstance(value, Value):
             return value.elements
         numbers = self._numbers.lift(value)
-        exponents = self._exponents.lift(value)
-        return torch.where(numbers < P, numbers | exponents << 31, numbers)
-
-    def order(self, elements: Elements) -> Tensor:
-        return super().order(self.number_of(elements))
+        return self._pair(numbers, self._exponents.lift(value))
 
     def not_finite(self, elements: Elements) -> tuple[Tensor, Tensor, Tensor]:
         return super().not_finite(self.number_of(elements))
+
+    def pointwise(self, call: Call) -> Elements:
+        return self._with_own_exponent(self._numbers.pointwise(self._part(call, self.number_of)))
+
+    def _negative(self, elements: Elements) -> Elements:
+        numbers = self._numbers.prime.negative(self.number_of(elements))
+        exponents = self._exponents.prime.negative(self.exponent_of(elements))
+        return self._pair(numbers, exponents) | elements & 1 << _SIGN
 
     def _round(self, elements: Elements, dtype: torch.dtype) -> Elements:
         numbers = self.number_of(elements)
@@ -471,9 +650,10 @@ class FieldWithExponents(Field):
         return torch.where(rounded == numbers, elements, self._with_own_exponent(rounded))
 
     def compute(self, call: Call) -> Any:
-        if call.base == "exp":
-            return [self.stored(self._exp(call), call.result.dtype)]
-        if call.base in _CHOICES:
+        if call.base in ("exp", "log"):
+            found = self._exp(call) if call.base == "exp" else self._log(call)
+            return [self.stored(found, call.result.dtype)]
+        if call.base in _CHOICES or call.base == "abs":
             return super().compute(call)
         self._numbers.bias = self.bias
         numbers = self._numbers.compute(self._part(call, self.number_of))
@@ -483,16 +663,52 @@ class FieldWithExponents(Field):
         self.fewest_roots = min(self.fewest_roots, self._numbers.fewest_roots)
         if numbers is NotImplemented:
             return NotImplemented
-        is_linear = call.base in _LINEAR or len(values_in(call.args, call.kwargs)) == 1
-        if call.base not in _BILINEAR or not is_linear:
+        if call.base not in _BILINEAR:
             return [self._with_own_exponent(each) for each in numbers]
-        exponents = self._exponents.compute(self._part(call, lambda each: each >> 31))
+        exponents = self._exponents.compute(self._part(call, self.exponent_of))
+        signs, is_lost = self._signs(call), self._loses_exponent(call)
         pairs = []
         for number, exponent, result in zip(numbers, exponents, call.results, strict=True):
-            pair = torch.where(number < P, number | exponent << 31, number)
+            own = self._with_own_exponent(number)
+            pair = self._pair(number, exponent) | signs << _SIGN
+            pair = torch.where(is_lost | (exponent >= Q), own, pair)
             narrow = self.rounds and BITS.get(result.dtype, 53) < BITS[torch.float32]
-            pairs.append(self._with_own_exponent(number) if narrow else pair)
+            pairs.append(own if narrow else pair)
         return pairs
+
+    def _loses_exponent(self, call: Call) -> Tensor:
+        """Return where a result has an exponent that is a function of its number."""
+        lost = torch.tensor(False)
+        factors = list(call.named.values())[:2]
+        is_product = call.base == "mul" and len(values_in(factors)) == 2
+        if call.base == "div" and isinstance(factors[1], Value):
+            is_product = True
+        if is_product:
+            for factor in values_in(factors):
+                numbers = self.number_of(factor.elements)
+                own = self._own_exponent(numbers)
+                lost = lost | (self.exponent_of(factor.elements) == own)
+        return lost
+
+    def _signs(self, call: Call) -> Tensor:
+        """Return the signs of results, those of sums of logarithms with whole factors."""
+        signs = [self.sign_of(value.elements) for value in values_in(call.args, call.kwargs)]
+        named = call.named
+        if not any(bool(each.any()) for each in signs):
+            return torch.tensor(0)
+        if call.base in ("add", "sub") and named.get("alpha", 1) in (1, -1):
+            return signs[0] ^ signs[1] if len(signs) == 2 else signs[0]
+        if call.base == "neg":
+            return signs[0]
+        if call.base == "sum":
+            dims = dims_of(call, signs[0].ndim)
+            return (signs[0].sum(dims) if dims else signs[0]).reshape(call.result.shape) & 1
+        left, right = [*named.values(), None][:2]
+        is_scaled = call.base == "mul" or (call.base == "div" and isinstance(left, Value))
+        if is_scaled and len(signs) == 1:
+            factor = torch.as_tensor(right if isinstance(left, Value) else left)
+            return signs[0] & (factor.remainder(2) == 1).long()
+        return torch.tensor(0)
 
     def _part(self, call: Call, part: Callable[[Tensor], Tensor]) -> Call:
         def of_value(argument: Any) -> Any:
@@ -505,22 +721,33 @@ class FieldWithExponents(Field):
 
     def _exp(self, call: Call) -> Elements:
         elements = self.lift(call.args[0])
-        numbers, exponents = self.number_of(elements), elements >> 31
+        numbers, exponents = self.number_of(elements), self.exponent_of(elements)
         result = torch.ones_like(numbers)
         for bit in range(30):
             power = pow(ROOT, 1 << bit, P)
             result = torch.where((exponents >> bit) & 1 == 1, result * power % P, result)
+        result = torch.where(self.sign_of(elements) == 1, P - result, result)
+        result = torch.where(self._numbers._vanishes(numbers), 0, result)
+        self.masks = self._numbers.masks
         result = torch.where(numbers == self.prime.minus_infinity, 0, result)
         result = torch.where(numbers > self.prime.minus_infinity, numbers, result)
         return self._with_own_exponent(result)
 
+    def _log(self, call: Call) -> Elements:
+        numbers = self.number_of(self.lift(call.args[0]))
+        hashed = self._numbers.pointwise(self._part(call, self.number_of))
+        found = self._with_ends_of_log(numbers, hashed)
+        is_number = (numbers > 0) & (numbers < P)
+        exponents, signs = exponents_of(numbers.where(is_number, 1))
+        return torch.where(is_number, self._pair(found, exponents) | signs << _SIGN, found)
+
 
 _LOW = (1 << 31) - 1
+_SIGN = 61
 _CHOICES = names("maximum minimum amax amin")
-_LINEAR = names(
+_BILINEAR = names(
     """
-    add sub neg mm bmm dot mv sum mean cumsum index_put _unsafe_index_put index_add
+    add sub neg mul div mm bmm dot mv sum mean cumsum index_put _unsafe_index_put index_add
     scatter_add embedding_dense_backward convolution convolution_backward
     """
 )
-_BILINEAR = _LINEAR | {"mul", "div"}

@@ -71,8 +71,14 @@ def given_meaning(operator: Any) -> Callable[..., Any] | None:
     return given[-1] if given else None
 
 
-def parts_of(operator: Any) -> Callable[..., Any] | None:
-    """Return a function that computes an operator by others; None if nobody knows one."""
+def parts_of(operator: Any, is_exact: bool = False) -> Callable[..., Any] | None:
+    """Return a function that computes an operator by others; None if nobody knows one.
+
+    Args:
+        is_exact: it may be one that rounds otherwise, as nothing is rounded.
+    """
+    if is_exact and operator in _EXACT_FORMULAS:
+        return _EXACT_FORMULAS[operator]
     if operator in _FORMULAS:
         return _FORMULAS[operator]
     if operator in decomposition_table:
@@ -160,6 +166,34 @@ def _attention_for_cpu_backward(
     )
 
 
+def _softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
+    soft = (1 + (x * beta).exp()).log() / beta
+    if threshold < 20:
+        return torch.where(x * beta > threshold, x, soft)
+    return soft  # above the threshold a kernel leaves out what rounding would lose
+
+
+def _softplus_backward(grad_output: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
+    soft = grad_output * torch.sigmoid(x * beta)
+    return soft if threshold >= 20 else torch.where(x * beta > threshold, grad_output, soft)
+
+
+def _logaddexp(x: Tensor, other: Tensor) -> Tensor:
+    return (x.exp() + other.exp()).log()
+
+
+def _sign(x: Tensor) -> Tensor:
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+
+
+_EXACT_FORMULAS: dict[Any, Callable[..., Any]] = {
+    aten.expm1.default: lambda x: x.exp() - 1,
+    aten.log1p.default: lambda x: (1 + x).log(),
+    aten.logaddexp.default: _logaddexp,
+    aten.sign.default: _sign,
+    aten.softplus.default: _softplus,
+    aten.softplus_backward.default: _softplus_backward,
+}
 _FORMULAS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_for_cpu,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_for_cpu_backward,

@@ -261,7 +261,7 @@ class ArithmeticMode(TorchDispatchMode):
         found = arithmetic.compute(call)
         if found is not NotImplemented:
             return self._set(call, found)
-        parts = parts_of(func)
+        parts = parts_of(func, self.arithmetic.is_exact)
         if parts is not None and arithmetic.takes_apart:
             with arithmetic.deciding_nothing() if base in STABILISED else nullcontext():
                 return self._adopt(results, self._by_parts(parts, args, kwargs), call)
@@ -429,7 +429,7 @@ class ArithmeticMode(TorchDispatchMode):
         self, func: Any, base: str, args: Any, kwargs: Any, targets: Sequence[Tensor]
     ) -> Any:
         """Carry out an operator that writes, and of which no other computes the same."""
-        parts = parts_of(func)
+        parts = parts_of(func, self.arithmetic.is_exact)
         if parts is not None and self.arithmetic.takes_apart:
             with self:
                 return parts(*args, **kwargs)

@@ -179,15 +179,28 @@ class Prime:
         """Return numbers by which elements are compared and sorted.
 
         Numbers modulo a prime have no order. This order is arbitrary, the same for equal elements,
-        with about half of them above 0. As among real numbers, -x is as far below 0 as x is above
-        it, or the other way round. Another salt gives another order.
+        with half of them above 0: the squares. So a product of two numbers above 0 is above 0, and
+        -x is as far below 0 as x is above it, or the other way round. Another salt gives another
+        order.
         """
         limits = torch.iinfo(torch.int64)
         distance = torch.minimum(elements, self.modulus - elements)
-        salted = scramble(distance ^ salt) - scramble(torch.tensor(salt))  # 0 stays at 0
-        salted = torch.where(elements == distance, salted, -salted)
-        key = torch.where(elements == self.minus_infinity, limits.min, salted)
+        salted = scramble(distance ^ salt) & (limits.max >> 1)
+        key = torch.where(self.is_square(elements), salted, -salted)
+        key = torch.where(elements == 0, 0, key)
+        key = torch.where(elements == self.minus_infinity, limits.min, key)
         return torch.where(elements >= self.infinity, limits.max, key)
+
+    def is_square(self, elements: Tensor) -> Tensor:
+        """Return which elements are squares of others; -x is none where x is one."""
+        return self.power(elements, (self.modulus - 1) // 2) == 1
+
+    def root(self, elements: Tensor) -> Tensor:
+        """Return the root that is a square, and of what is none the negative of the root of -x."""
+        root = self.power(elements, (self.modulus + 1) // 4)
+        # Powers of infinities are NaN already.
+        is_other = (self.power(root, 2) != elements) & (elements < self.modulus)
+        return torch.where(is_other, self.modulus - root, root)
 
     # --- numbers of programs
 
@@ -196,8 +209,9 @@ class Prime:
 
         Args:
             as_meant: take the number that was rounded to this one, if it is recognised: a decimal
-                with at most 6 digits, or a small fraction or its square or fourth root. Otherwise a
-                float is the fraction with a power of two that it is.
+                with at most 10 digits, or a fraction, or a square or fourth root of one; of a
+                number in single precision only of few digits. Otherwise a float is the fraction
+                with a power of two that it is.
         """
         if math.isnan(value):
             return self.nan
@@ -213,24 +227,19 @@ class Prime:
         return self._fraction(Fraction(value))
 
     def _meant_root(self, value: float) -> int | None:
-        """Return the square root, or the fourth root, of a small fraction that was rounded."""
+        """Return the square root, or the fourth root, of a fraction that was rounded."""
         for degree in (2, 4):
-            radicand = Fraction(value**degree).limit_denominator(4096)
-            if radicand and _rounds_to(float(radicand) ** (1 / degree), value):
-                root: int | None = self._fraction(radicand)
-                while degree > 1 and root is not None:
-                    root, degree = self._square_root(root), degree // 2
-                return root
+            radicand = _meant_radicand(value, degree)
+            if radicand:
+                root = torch.tensor(self._fraction(radicand))
+                while degree > 1:
+                    root, degree = self.root(root), degree // 2
+                return int(root)
         return None
 
     def _fraction(self, value: Fraction) -> int:
         inverse = pow(value.denominator, self.modulus - 2, self.modulus)
         return value.numerator * inverse % self.modulus
-
-    def _square_root(self, element: int) -> int | None:
-        """Return the root that is a square itself; None if the element is no square."""
-        root = pow(element, (self.modulus + 1) // 4, self.modulus)
-        return root if root * root % self.modulus == element else None
 
     def numbers(self, values: Tensor, *, as_meant: bool) -> Tensor:
         """Return the elements of a real tensor; ``as_meant`` as in ``number``, if few occur."""
@@ -261,22 +270,68 @@ class Prime:
         return None
 
 
-def _rounds_to(near: float, value: float) -> bool:
-    """Return whether ``near`` is the value but for a last digit, or in single precision."""
+def key_of_real(numbers: Tensor | float) -> Tensor:
+    """Return keys as ``Prime.order_key`` gives them, in the order of finite real numbers.
+
+    Half of the elements that are above 0 are above 1, and a third is above 2.
+    """
+    wide = torch.as_tensor(numbers, dtype=torch.float64)
+    wide = wide.where(wide.isfinite(), 0.0)
+    size = wide.abs()
+    # The bits of a float keep large numbers apart.
+    key = (size / (1 + size) * 2.0**62).long() + (size.view(torch.int64) >> 10)
+    return torch.where(wide < 0, -key, key)
+
+
+def _is_near(near: float, value: float) -> bool:
+    """Return whether ``near`` is the value but for a last digit."""
+    # 1 - 0.999**3 has the last digit of 1.
+    allowed = 2**-52 if 1e-4 < abs(value) < 1 else 2**-51 * abs(value)
+    return abs(near - value) <= allowed
+
+
+def _is_near_in_single(near: float, value: float) -> bool:
+    """Return whether a value in single precision is ``near``, rounded."""
     try:
-        single = struct.unpack("f", struct.pack("f", near))[0]
+        return bool(struct.unpack("f", struct.pack("f", near))[0] == value)
     except OverflowError:
-        single = near
-    return abs(near - value) <= 2**-51 * abs(value) or single == value
+        return False
 
 
 def _meant_fraction(value: float) -> Fraction | None:
-    """Return the small fraction or decimal that was rounded to a float; None if there is none."""
-    near = Fraction(value).limit_denominator(1024)
-    if _rounds_to(float(near), value):
+    """Return the fraction or decimal that was rounded to a float; None if there is none.
+
+    Few are sought in single precision, where most numbers are near one of many by chance.
+    """
+    near = Fraction(value).limit_denominator(1 << 20)
+    if abs(float(near) - value) <= 2**-51 * abs(value):
         return near
-    for digits in range(1, 7):
+    for digits in range(1, 11):
         text = f"{value:.{digits}g}"
-        if _rounds_to(float(text), value):
+        if _is_near(float(text), value):
+            return Fraction(text)
+
+    near = Fraction(value).limit_denominator(64)
+    if _is_near_in_single(float(near), value):
+        return near
+    for digits in range(1, 6):
+        text = f"{value:.{digits}g}"
+        if _is_near_in_single(float(text), value):
             return Fraction(text)
     return None
+
+
+def _meant_radicand(value: float, degree: int) -> Fraction | None:
+    """Return the fraction of which a root was rounded to a float; None if there is none."""
+    power = value**degree
+    near = Fraction(power).limit_denominator(4096)
+    if abs(float(near) ** (1 / degree) - value) <= 2**-51 * value:
+        return near
+    for digits in range(1, 11):
+        text = f"{power:.{digits}g}"
+        if _is_near(float(text), power):
+            return Fraction(text)
+
+    near = Fraction(power).limit_denominator(128)
+    is_small = near.numerator <= 128
+    return near if is_small and _is_near_in_single(float(near) ** (1 / degree), value) else None

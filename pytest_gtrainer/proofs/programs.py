@@ -52,18 +52,28 @@ class Made:
     Attributes:
         elements: int64; of a known tensor its real numbers.
         is_known: it depends on no abstract input.
+        exponents: results are equal, too, if these are.
+        lifted: what elements a known tensor of floats has.
     """
 
     elements: Tensor
     dtype: torch.dtype
     is_known: bool
+    exponents: Tensor | None = None
+    lifted: Tensor | None = None
 
     def equals(self, other: "Made") -> bool:
-        if self.is_known != other.is_known or self.dtype != other.dtype:
+        if self.dtype != other.dtype or self.elements.shape != other.elements.shape:
             return False
-        if self.elements.shape != other.elements.shape:
+        if self.is_known != other.is_known:
+            known, made = (self, other) if self.is_known else (other, self)
+            # A product with 0 is 0, as a factory makes it.
+            return known.lifted is not None and torch.equal(known.lifted, made.elements)
+        if same_bytes(byte_view(self.elements), byte_view(other.elements)):
+            return True
+        if self.exponents is None or other.exponents is None:
             return False
-        return same_bytes(byte_view(self.elements), byte_view(other.elements))
+        return torch.equal(self.exponents, other.exponents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +165,15 @@ def _made(mode: ArithmeticMode, tensor: Tensor) -> Made:
     if tensor.is_quantized:
         raise NoMeaning(f"a result or an input of {tensor.dtype}, which has scales beside numbers")
     value = mode.shadows.read(tensor)
+    arithmetic = mode.arithmetic
     if value is None:
-        return Made(tensor.detach().clone(), tensor.dtype, True)
-    elements = mode.arithmetic.compared(value.elements)
-    return Made(elements.clone(), value.dtype, False)
+        lifted = None
+        if tensor.is_floating_point():
+            lifted = arithmetic.compared(arithmetic.lift(tensor))
+        return Made(tensor.detach().clone(), tensor.dtype, True, lifted=lifted)
+    elements = arithmetic.compared(value.elements)
+    exponents = arithmetic.compared_instead(value.elements)
+    return Made(elements.clone(), value.dtype, False, exponents)
 
 
 def _with_numbers(tensors: Mapping[str, Tensor]) -> list[str]:

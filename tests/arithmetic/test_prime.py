@@ -102,6 +102,23 @@ def test_a_constant_is_the_number_that_was_rounded_to_it(value, meant):
     assert field.number(value, as_meant=False) != element(meant)
 
 
+@pytest.mark.parametrize("step", range(1, 5))
+def test_corrections_of_optimisers_are_the_decimals_that_are_meant(step):
+    correction = Fraction(1) - Fraction(999, 1000) ** step
+    found = field.number(1 - 0.999**step, as_meant=True)
+    assert found == element(correction)
+    root = torch.tensor(field.number((1 - 0.999**step) ** 0.5, as_meant=True))
+    assert root == field.root(torch.tensor(found))
+    assert field.number(1 - 0.998**step, as_meant=True) != found, "the twin"
+
+
+def test_a_random_number_in_single_precision_is_no_root_of_a_fraction():
+    drawn = torch.rand(300, generator=torch.Generator().manual_seed(0))
+    exact = field.numbers(drawn, as_meant=False)
+    meant = torch.tensor([field.number(each, as_meant=True) for each in drawn.tolist()])
+    assert int((exact != meant).sum()) < 12
+
+
 @pytest.mark.parametrize("width", [8, 16, 24, 32, 64, 80, 96, 128])
 def test_scales_of_attention_are_roots(width):
     for modulus in (P, Q):

@@ -267,3 +267,192 @@ def test_signs_of_few_roots_run_until_they_hardly_agree_by_chance():
     assert runs == [7, 7, 5, 3, 1, 1]
     assert runs_again(Chances(fewest_roots=1), Chances(decides=True)) == AGAIN
     assert len(runs_again(Chances(decides=True, decides_few=True))) == 16
+
+
+SIGNS = {
+    "a number and its negative": (lambda x: x.relu() - (-x).relu(), lambda x: x * 1),
+    "an absolute value": (lambda x: x.relu() + (-x).relu(), torch.abs),
+    "a sign": (lambda x: x.sign() * x.abs(), lambda x: x * 1),
+    "a factor": (lambda x: (2 * x).relu(), lambda x: 2 * x.relu()),
+    "a square": (lambda x: (x * x).relu(), lambda x: x * x),
+    "a power": (lambda x: x.exp().abs(), torch.exp),
+    "two limits": (lambda x: x.clamp(0, 6), lambda x: torch.where(x < 0, 0, x.where(x < 6, 6.0))),
+    "limits twice": (lambda x: x.clamp(-1, 0.5).clamp(-1, 0.5), lambda x: x.clamp(-1, 0.5)),
+    "a limit of pads": (
+        lambda x: F.pad(x, (0, 2)).clamp(min=0.5),
+        lambda x: F.pad(x.clamp(min=0.5), (0, 2), value=0.5),
+    ),
+}
+TWINS = {
+    "a number and its negative": lambda x: x.relu() + (-x).relu(),
+    "an absolute value": lambda x: -x.abs(),
+    "a sign": lambda x: x.abs(),
+    "a factor": lambda x: 3 * x.relu(),
+    "a square": lambda x: (x * x.flip(0)).relu(),
+    "a power": lambda x: -x.exp(),
+    "two limits": lambda x: x.clamp(0, 5),
+    "limits twice": lambda x: x.clamp(-1, 1).clamp(-1, 0.25),
+    "a limit of pads": lambda x: F.pad(x.clamp(min=0.5), (0, 2)),
+}
+
+
+@pytest.mark.parametrize("name", SIGNS)
+def test_elements_are_above_or_below_0_as_numbers_are(name):
+    actual, expected = SIGNS[name]
+    proof = prove(actual, expected, inputs=(X,))
+    assert proof.is_at_least("reordered"), str(proof)
+    assert kind(TWINS[name], expected) == "another function"
+
+
+def norm_of_norms(x, y):
+    return torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(each) for each in (x, y)])
+    )
+
+
+SQUARES = {
+    "a root": (lambda x, y: x.sqrt() ** 2, lambda x, y: x * 1, lambda x, y: -x),
+    "an inverse root": (
+        lambda x, y: x.rsqrt() * x.rsqrt(),
+        lambda x, y: 1 / x,
+        lambda x, y: -1 / x,
+    ),
+    "its fourth power": (
+        lambda x, y: x.sqrt() ** 4,
+        lambda x, y: x * x,
+        lambda x, y: x.sqrt() ** 3,
+    ),
+    "a norm of norms": (
+        norm_of_norms,
+        lambda x, y: ((x**2).sum() + (y**2).sum()).sqrt(),
+        lambda x, y: (x.sum() ** 2 + (y**2).sum()).sqrt(),
+    ),
+    "a deviation": (
+        lambda x, y: x.std(-1) ** 2,
+        lambda x, y: x.var(-1),
+        lambda x, y: x.var(-1, correction=0),
+    ),
+    "a distance": (
+        lambda x, y: torch.dist(x, y) ** 2,
+        lambda x, y: ((x - y) ** 2).sum(),
+        lambda x, y: ((x + y) ** 2).sum(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SQUARES)
+def test_the_square_of_a_root_is_what_is_below_it(name):
+    actual, expected, twin = SQUARES[name]
+    inputs = X.abs() + 1, X.flip(0).abs() + 1
+    proof = prove(actual, expected, inputs=inputs)
+    assert proof.is_at_least("reordered"), str(proof)
+    assert kind(twin, expected, *inputs) == "another function"
+
+
+def adamw_by_hand(steps, lr, decay, betas=(0.9, 0.999)):
+    def train(model, x):
+        weights = list(model.parameters())
+        means, squares = ([torch.zeros_like(each) for each in weights] for _ in range(2))
+        for step in range(1, steps + 1):
+            model.zero_grad()
+            (model(x) ** 2).mean().backward()
+            with torch.no_grad():
+                for weight, mean, square in zip(weights, means, squares, strict=True):
+                    weight.sub_(lr * decay * weight)
+                    mean.copy_(betas[0] * mean + (1 - betas[0]) * weight.grad)
+                    square.copy_(betas[1] * square + (1 - betas[1]) * weight.grad**2)
+                    corrected = square / (1 - betas[1] ** step)
+                    by = lr * (mean / (1 - betas[0] ** step)) / (corrected.sqrt() + 1e-8)
+                    weight.sub_(by)
+        return x.sum()
+
+    return train
+
+
+def adamw(steps, lr, decay):
+    def train(model, x):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            (model(x) ** 2).mean().backward()
+            optimizer.step()
+        return x.sum()
+
+    return train
+
+
+@pytest.mark.parametrize("options", [(1, 1e-3, 0.0), (3, 1e-3, 0.01), (1, 2.5e-5, 0.01)])
+def test_an_optimiser_by_hand_is_that_of_torch(options):
+    """Constants such as sqrt(1 - beta ** step) are those that are meant."""
+    inputs = (torch.nn.Linear(6, 2), X)
+    proof = prove(adamw(*options), adamw_by_hand(*options), inputs=inputs)
+    assert proof.kind == "rounds elsewhere", str(proof)
+    other = adamw_by_hand(*options, betas=(0.9, 0.998))
+    assert kind(adamw(*options), other, *inputs) == "another function"
+
+
+LEAST = torch.finfo(torch.float32).min
+BEHIND = torch.arange(6) > 3
+
+
+def expected_mask(x):
+    return x.masked_fill(BEHIND, -INF).softmax(-1)
+
+
+MASKS = {
+    "filled": lambda x: x.masked_fill(BEHIND, LEAST).softmax(-1),
+    "added": lambda x: (x + torch.where(BEHIND, -1e9, 0.0)).softmax(-1),
+    "added twice": lambda x: (x + torch.where(BEHIND, -1e9, 0.0) - 1 * BEHIND).softmax(-1),
+    "chosen": lambda x: x.where(~BEHIND, LEAST).softmax(-1),
+    "scaled": lambda x: ((2 * x).masked_fill(BEHIND, LEAST) / 2).softmax(-1),
+    "in the logarithm": lambda x: (x + LEAST * BEHIND).log_softmax(-1).exp(),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_of_a_large_number_is_one_of_infinity_in_a_softmax(name):
+    proof = prove(MASKS[name], expected_mask, inputs=(X,))
+    assert proof.is_at_least("reordered"), str(proof)
+    assert "exp is 0 where a mask of -1e4 or less is filled in, or added" in proof.assumes
+    proof = prove(lambda x: MASKS[name](x)[:, :4], lambda x: x[:, :4].softmax(-1), inputs=(X,))
+    assert proof.is_at_least("reordered"), str(proof)
+    assert kind(MASKS[name], lambda x: expected_mask(3 * x)) == "another function"
+
+
+def test_masks_in_narrow_dtypes_and_their_gradients():
+    def gradient_of(function):
+        def step(x):
+            x = x.clone().requires_grad_()
+            return torch.autograd.grad((function(x) ** 2).sum(), x)[0]
+
+        return step
+
+    assert kind(*map(gradient_of, (MASKS["added"], expected_mask))) == "reordered"
+    narrow = X.bfloat16()
+    assert kind(MASKS["filled"], expected_mask, narrow) in ("reordered", "rounds elsewhere")
+
+
+OTHER_MASKS = {
+    "another place": lambda x: x.masked_fill(torch.arange(6) > 2, LEAST).softmax(-1),
+    "a number that counts": lambda x: x.masked_fill(BEHIND, -100.0).softmax(-1),
+    "another sign": lambda x: x.masked_fill(BEHIND, -LEAST).softmax(-1),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_MASKS)
+def test_another_mask_differs(name):
+    assert kind(OTHER_MASKS[name], expected_mask) in ("another function", "unknown")
+
+
+def test_what_a_large_number_is_added_to_is_not_lost():
+    """Outside of exp it is a number as others are."""
+    assert kind(lambda x: 2 * x + -1e9, lambda x: x + -1e9) == "another function"
+    assert kind(lambda x: x + -1e9 + 1e9, lambda x: x * 1) in ("reordered", "unknown")
+
+
+def test_a_mask_is_below_all_other_numbers():
+    chosen = kind(lambda x: x.masked_fill(BEHIND, LEAST).topk(2)[0], lambda x: x[:, :4].topk(2)[0])
+    assert chosen == "reordered"
+    assert kind(lambda x: x.clamp(min=LEAST), lambda x: x * 1) == "reordered"
+    other = kind(lambda x: x.masked_fill(BEHIND, -1.0).topk(2)[0], lambda x: x[:, :4].topk(2)[0])
+    assert other == "another function"

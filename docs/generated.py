@@ -103,7 +103,7 @@ def options_page() -> str:
 
 def operators_table() -> str:
     """The table of operators in ``proofs.md``, from the one table that the arithmetics read."""
-    from pytest_gtrainer.arithmetic import field, operators
+    from pytest_gtrainer.arithmetic import field, kernels, operators
 
     decisions = operators.COMPARISONS | operators.TRUTHS | operators.SORTS | set(operators.FINITE)
     known = operators.MOVES | operators.FACTORIES | operators.UNINITIALISED | operators.CASTS
@@ -122,6 +122,11 @@ def operators_table() -> str:
             "made of others",
             "are taken apart",
             "torch's decompositions, attention on the CPU, lists",
+        ),
+        (
+            "kernels that torch does not decompose",
+            "are taken apart in a field",
+            {operators.base_name(operator) for operator in kernels.KERNELS},
         ),
         (
             "other functions of each element",

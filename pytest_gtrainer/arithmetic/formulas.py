@@ -13,6 +13,7 @@ from pytest_gtrainer._torch.arithmetic import (
     is_taken_apart,
 )
 from pytest_gtrainer._torch.values import OpOverload, OpOverloadPacket
+from pytest_gtrainer.arithmetic.kernels import KERNELS
 from pytest_gtrainer.arithmetic.operators import base_name
 
 aten = torch.ops.aten
@@ -193,6 +194,7 @@ _EXACT_FORMULAS: dict[Any, Callable[..., Any]] = {
     aten.sign.default: _sign,
     aten.softplus.default: _softplus,
     aten.softplus_backward.default: _softplus_backward,
+    **KERNELS,
 }
 _FORMULAS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_for_cpu,

@@ -34,6 +34,7 @@ from pytest_gtrainer._torch.random_states import without_modes
 from pytest_gtrainer._torch.values import FakeTensor, schema
 from pytest_gtrainer.arithmetic.base import Arithmetic, Call, mapped
 from pytest_gtrainer.arithmetic.formulas import given_meaning, parts_of
+from pytest_gtrainer.arithmetic.kernels import KERNELS
 from pytest_gtrainer.arithmetic.numbers import Numbers
 from pytest_gtrainer.arithmetic.operators import (
     ACCUMULATIONS,
@@ -92,7 +93,7 @@ class ArithmeticMode(TorchDispatchMode):
         self.decided = Marks()
         self.on_result: Callable[..., None] | None = None
         self.exchange: Callable[[ArithmeticMode, Any, Any, Any], Any] | None = None
-        self._inside = 0  # how many operators are being taken apart
+        self._inside: list[Any] = []  # operators that are being taken apart
         self._owner = owner
         self._communicates = False
 
@@ -262,9 +263,10 @@ class ArithmeticMode(TorchDispatchMode):
         if found is not NotImplemented:
             return self._set(call, found)
         parts = parts_of(func, self.arithmetic.is_exact)
-        if parts is not None and arithmetic.takes_apart:
+        # Some of torch's decompositions end at the operator itself.
+        if parts is not None and arithmetic.takes_apart and func not in self._inside:
             with arithmetic.deciding_nothing() if base in STABILISED else nullcontext():
-                return self._adopt(results, self._by_parts(parts, args, kwargs), call)
+                return self._adopt(results, self._by_parts(parts, args, kwargs, func), call)
         if is_pointwise(func) and len(results) == 1:
             return self._set(call, [arithmetic.pointwise(call)])
         is_torchs = not arithmetic.takes_apart and func.namespace == "aten"
@@ -349,15 +351,17 @@ class ArithmeticMode(TorchDispatchMode):
         tensor.copy_(numbers)
         self.decided.add(tensor)
 
-    def _by_parts(self, function: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
-        self._inside += 1
+    def _by_parts(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, operator: Any = None
+    ) -> list[Any]:
+        self._inside.append(operator)
         try:
             with self:
                 found = function(*args, **kwargs)
         except IndexError as error:
             raise NoMeaning(f"places that depend on abstract numbers: {error}") from error
         finally:
-            self._inside -= 1
+            self._inside.pop()
         return tensors_in(found)
 
     def _adopt(
@@ -409,6 +413,9 @@ class ArithmeticMode(TorchDispatchMode):
             for target in targets:
                 self._write_known(target)
             return result
+        if self.arithmetic.is_exact and func in KERNELS:
+            with self:
+                return KERNELS[func](*args, **kwargs)
         operator = functional_of(func)
         if operator is None:
             return self._write_whole(func, base, args, kwargs, targets)

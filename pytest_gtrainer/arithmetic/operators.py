@@ -61,7 +61,7 @@ FACTORIES = names("full_like new_full new_ones new_zeros ones_like zeros_like")
 
 CASTS = frozenset({"_to_copy", "convert_element_type"})
 COMPARISONS = names("eq ge gt le lt ne")
-SORTS = names("argmax argmin argsort kthvalue max median min mode sort topk")
+SORTS = names("argmax argmin argsort cummax cummin kthvalue max median min mode sort topk")
 TRUTHS = names("logical_and logical_not logical_or logical_xor signbit")
 FINITE = names("isfinite isinf isnan isneginf isposinf")
 

@@ -3,21 +3,17 @@
     python -m benchmarks.same_model --sizes 200 [--first 0]
     python -m benchmarks.same_model --mistakes
     python -m benchmarks.same_model --combinations
-    python -m benchmarks.same_model --ranks
 
 ``--sizes`` proves models of drawn sizes: uneven shards, one head a rank, a vocabulary that does not
 divide. None may raise an alarm. ``--combinations`` prints the table of what is parallel on 8
-ranks, with the kind of equal, and CPU seconds. ``--mistakes`` prints a table: each mistake, what a failure says,
-and whether ``assert_close`` at its default tolerances sees it in the loss and in the gradients.
-``--ranks`` compares a proof on 8 gloo ranks with one eager step of the same: building the model,
-forward and backward, in CPU seconds of all ranks.
+ranks, with the kind of equal, and CPU seconds. ``--mistakes`` prints a table: each mistake, what a
+failure says, and whether ``assert_close`` at its default tolerances sees it in the loss and in the
+gradients.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import time
 import warnings
@@ -25,8 +21,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -53,7 +47,6 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the seed of the first size")
     parser.add_argument("--mistakes", nargs="*", metavar="NAME", help="all, or some")
     parser.add_argument("--combinations", nargs="*", metavar="NAME", help="all, or some")
-    parser.add_argument("--ranks", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -62,66 +55,7 @@ def main() -> int:
         failed += report_combinations(options.combinations or COMBINATIONS)
     if options.mistakes is not None:
         failed += report_mistakes(options.mistakes or MISTAKES)
-    if options.ranks:
-        failed += report_ranks()
     return 1 if failed else 0
-
-
-ON_RANKS = """
-import time
-
-import pytest
-import torch
-import torch.distributed as dist
-
-from fixtures.combinations import Combination
-from fixtures.models.llama3 import FLAVORS
-from fixtures.models.loss import ce_step
-from pytest_gtrainer import assert_same_model
-
-RIGHT = Combination({"dp": 2, "cp": 2, "tp": 2}, FLAVORS["debug"], length=64)
-
-def seconds(function):
-    begin = time.process_time()
-    function()
-    spent = torch.tensor(time.process_time() - begin)
-    dist.all_reduce(spent)
-    return float(spent)
-
-@pytest.mark.gt_world("ranks", size=8, mesh=RIGHT.mesh)
-def test_ratio(gt_mesh):
-    def step():
-        model, step = RIGHT.parallel(gt_mesh)
-        coordinate = gt_mesh.get_local_rank("dp")
-        step(model, *RIGHT.batch(coordinate)).backward()
-
-    def proof():
-        options = RIGHT.options(gt_mesh)
-        assert_same_model(RIGHT.parallel, RIGHT.reference, ce_step, RIGHT.batch, **options)
-
-    for _ in range(2):
-        eager, exact = seconds(step), seconds(proof)
-        if dist.get_rank() == 0:
-            with open("seconds", "a") as file:
-                print(eager, exact, file=file)
-"""
-MOST_TIMES = 8
-
-
-def report_ranks() -> int:
-    """Print the seconds of a proof on 8 ranks and of an eager step; 1 if the goal is missed."""
-    with TemporaryDirectory() as folder:
-        Path(folder, "test_ratio.py").write_text(ON_RANKS)
-        root = Path(__file__).parents[1]
-        command = [sys.executable, "-m", "pytest", "-q", "--gt-gpus=8", "-p", "no:cacheprovider"]
-        environment = {**os.environ, "PYTHONPATH": str(root)}
-        subprocess.run([*command, "test_ratio.py"], cwd=folder, env=environment, check=True)
-        lines = Path(folder, "seconds").read_text().splitlines()
-    for name, line in zip(("first", "second"), lines, strict=True):
-        eager, exact = map(float, line.split())
-        ratio = exact / eager
-        print(f"{name}: step {eager:.1f} s, proof {exact:.1f} s, {ratio:.1f} times a step")
-    return int(ratio > MOST_TIMES)
 
 
 @contextmanager

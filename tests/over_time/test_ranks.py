@@ -1,0 +1,92 @@
+"""Two real processes: layouts, ranks by name, and another number of ranks."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from pytest_gtrainer.over_time.comparing import whole_of
+from pytest_gtrainer.over_time.files import Entry, entry_of
+from tests.over_time.trainers import SCRIPT, compare, planted, record
+
+BATCH = "        tokens = self.batches.next()\n"
+UNREDUCED = (
+    "        if self.rank == 1 and self.batches.position == 2:\n"
+    "            self.model.head.weight.register_post_accumulate_grad_hook(\n"
+    "                lambda weight: setattr(weight, 'grad', weight.grad * 2)\n"
+    "            )\n"
+)
+DRAWN = "        torch.manual_seed(options.seed + 1000 * self.rank)\n"
+SWAPPED = (
+    "        shard = self.model.head.weight.to_local().detach()\n"
+    "        shards = [torch.empty_like(shard) for _ in range(2)]\n"
+    "        dist.all_gather(shards, shard)\n"
+    "        shard.copy_(shards[1 - self.rank])\n"
+)
+
+
+def record_on_two_ranks(to, script, *arguments):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command = ["-m", "pytest_gtrainer", "record", f"--to={to}", script, *arguments]
+    run = subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=180)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.second_tier
+def test_mistakes_on_one_rank_and_another_number_of_ranks(tmp_path, capsys):
+    """Z1, Z2, Z3: ranks are named; what two ranks have saved is what one rank loads."""
+    whole = "--steps=3", "--save-at=2", f"--save={tmp_path}"
+    record_on_two_ranks(tmp_path / "good", SCRIPT, *whole)
+    changes = {
+        "step 1, gradient: head.weight, rank 1": (BATCH, BATCH + UNREDUCED),
+        "step 0, random: torch.cpu, rank 1": (DRAWN, DRAWN.replace("1000", "999")),
+        "step 0, load: head.weight, ranks 0, 1": (DRAWN, DRAWN + SWAPPED),
+    }
+    for named, change in changes.items():
+        record_on_two_ranks(tmp_path / named, planted(tmp_path, change), "--steps=2")
+        status, printed = compare(capsys, tmp_path / "good", tmp_path / named)
+        assert status == 1
+        assert f"first difference: {named}\n" in printed
+
+    resumed = "--steps=3", f"--resume={tmp_path}/step2"
+    assert record(tmp_path / "one", SCRIPT, *resumed) == 0
+    status, printed = compare(capsys, tmp_path / "good", tmp_path / "one")
+    assert "other world_size: 2 in A, 1 in B" in printed
+    assert "because each rank has its own and the ranks are others: loss: root" in printed
+    assert "entries that differ: load 0 of 95, random 0 of 4, data 0 of 1" in printed
+
+
+@pytest.mark.gt_world("ranks", size=4, mesh={"dp": 2, "tp": 2})
+def test_a_tensor_on_any_mesh_is_the_full_tensor(gt_world, gt_mesh):
+    """Z1: sharded twice, unevenly, replicated; an addend is only compared with its own kind."""
+    whole = torch.arange(35, dtype=torch.float32, device=gt_world.device).view(7, 5)
+    layouts = {
+        "replicated": [Replicate(), Replicate()],
+        "rows": [Shard(0), Replicate()],
+        "both": [Shard(0), Shard(1)],
+        "twice": [Shard(0), Shard(0)],
+        "columns": [Replicate(), Shard(1)],
+    }
+    tensors = {name: distribute_tensor(whole, gt_mesh, layout) for name, layout in layouts.items()}
+    tensors["partial"] = DTensor.from_local(whole, gt_mesh, [Partial(), Replicate()])
+    own = {}
+    for name, tensor in tensors.items():
+        waiting = entry_of(tensor)
+        dtype, shape, part = waiting.rest
+        if isinstance(part, list):
+            part = tuple(map(tuple, part))
+        number = int(waiting.numbers) % 2**64
+        own[name] = Entry((f"{number:x}",), dtype, tuple(shape), part)
+    on_ranks = [None] * gt_world.size
+    torch.distributed.all_gather_object(on_ranks, own)
+    wholes = {}
+    for name in tensors:
+        wholes[name] = whole_of({rank: [on_ranks[rank][name]] for rank in range(gt_world.size)})
+    assert wholes.pop("partial") is None
+    assert wholes["rows"] is not None
+    assert len(set(map(str, wholes.values()))) == 1
+    del on_ranks[0]["both"]
+    lost = {rank: [on_ranks[rank]["both"]] for rank in range(1, gt_world.size)}
+    assert whole_of(lost) is None, "a shard is missing"

@@ -497,9 +497,12 @@ def is_same_on_ranks(run: Run) -> None:
 
 
 def _shapes(gm: fx.GraphModule) -> str:
-    """Return the shapes of a graph's inputs, by which ranks with equal shards have equal graphs."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    return str([tuple(node.meta["val"].shape) for node in placeholders])
+    """Return the shapes of a graph's inputs and results, by which ranks hold as much.
+
+    A backward alone takes whole tensors, and only what it returns are shards.
+    """
+    ends = [*gm.graph.find_nodes(op="placeholder"), *gm.graph.output_node().all_input_nodes]
+    return str([tuple(node.meta["val"].shape) for node in ends])
 
 
 def _without_ranks(text: str) -> str:

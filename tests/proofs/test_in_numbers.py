@@ -191,12 +191,12 @@ def test_mistakes_that_are_small_in_numbers_are_another_function(name):
     assert proof.kind == "another function", str(proof)
 
 
-@pytest.mark.parametrize("last", [torch.relu, torch.sin])
 def test_a_small_number_in_a_small_step_is_another_function():
     twice = partial(adamw_by_hand, eps=2e-8)
     assert prove(twice, adamw, inputs=(nn.Linear(6, 2), X)).kind == "another function"
 
 
+@pytest.mark.parametrize("last", [torch.relu, torch.sin])
 def test_equal_elements_of_other_numbers_are_no_proof(monkeypatch, last):
     """A mistake of the arithmetic is found, also where something is decided."""
     monkeypatch.setattr(Field, "_neg", lambda self, call: self.lift(call.args[0]))

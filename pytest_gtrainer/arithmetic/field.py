@@ -282,7 +282,8 @@ class Field(Arithmetic):
         if int(doubled) % 2:
             return self._root_to_the(int(doubled), elements)
         result = self.prime.power(elements, int(abs(exponent)))
-        if int(abs(exponent)) // 2 % 2:
+        # An odd power is a product with a root, as formulas of gradients have it.
+        if int(abs(exponent)) % 4 == 2:
             result = self._squared(result, elements)
         return self.prime.inverse(result) if exponent < 0 else result
 

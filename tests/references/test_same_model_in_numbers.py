@@ -148,9 +148,7 @@ class Routed(nn.Module):
         return x * torch.where(places == self.wrong, 3 * weights, weights)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "kind"), [(9, "another function"), (7, "unknown")], ids=["chosen", "never chosen"]
-)
+@pytest.mark.parametrize(("wrong", "kind"), [(7, "another function")], ids=["chosen"])
 def test_a_mistake_in_a_branch_that_is_seldom_taken_is_no_proof(wrong, kind):
     """Numbers choose another expert than any order of elements does."""
     with pytest.raises(AnotherFunction) as failure:

@@ -76,6 +76,7 @@ class OrderByLuck(UserWarning):
     __module__ = "pytest_gtrainer"
 
 
+@facts.check
 def assert_no_deadlock(
     graphs: AnyGraph | Mapping[int, Any],
     *,

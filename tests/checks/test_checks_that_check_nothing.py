@@ -129,7 +129,6 @@ def test_next_output_says_that_the_graph_computes_nothing(gm):
         ),
         ("t(_, _)", "no node can have these arguments"),
         ("t()", "no node can have these arguments"),
-        ("m[mn](_)", "no node can have these arguments"),
         ("mm(_, _, _, _, ...)", "no node can have these arguments"),
         ("t(_, self=_)", "no node can have these arguments"),
         ("mm(t(_, _), _)", "t(_, _): no node can have these arguments"),

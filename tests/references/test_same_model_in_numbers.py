@@ -140,7 +140,7 @@ def test_what_has_known_numbers_is_named():
 class Routed(nn.Module):
     def __init__(self, wrong=-1):
         super().__init__()
-        self.gate = nn.Linear(4, 16, bias=False)
+        self.gate = nn.Linear(4, 64, bias=False)
         self.wrong = wrong
 
     def forward(self, x):
@@ -148,7 +148,9 @@ class Routed(nn.Module):
         return x * torch.where(places == self.wrong, 3 * weights, weights)
 
 
-@pytest.mark.parametrize(("wrong", "kind"), [(7, "another function")], ids=["chosen"])
+@pytest.mark.parametrize(
+    ("wrong", "kind"), [(8, "another function"), (37, "unknown")], ids=["chosen", "never chosen"]
+)
 def test_a_mistake_in_a_branch_that_is_seldom_taken_is_no_proof(wrong, kind):
     """Numbers choose another expert than any order of elements does."""
     with pytest.raises(AnotherFunction) as failure:

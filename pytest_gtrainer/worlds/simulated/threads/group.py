@@ -192,11 +192,15 @@ class SharedGroups:
             self._places[name, ranks] = MeetingPlace(ranks, net, text)
         return self._places[name, ranks]
 
+    def issued_by(self, rank: int) -> int:
+        """Return how many collectives a rank has issued, in destroyed groups, too."""
+        return sum(place.arrivals.get(rank, 0) for place in self._places.values())
+
     def has_communicated(self, rank: int) -> bool:
         """Return whether a rank has issued a collective or a message, in destroyed groups, too."""
+        if self.issued_by(rank):
+            return True
         for place in self._places.values():
-            if place.arrivals.get(rank, 0):
-                return True
             for source, destination, _ in (*place.sent, *place.wanted):
                 if rank in (source, destination):
                     return True
@@ -259,6 +263,11 @@ class ThreadGroup(dist.ProcessGroup):
         self._shared, self._team = shared, shared.team
         self._global_rank, self._name, self._members = rank, name, tuple(ranks)
         self._place = shared.place(name, self._members)
+
+    @property
+    def issued(self) -> int:
+        """Number of collectives that this rank has issued in all groups; messages do not count."""
+        return self._shared.issued_by(self._global_rank)
 
     @property
     def has_communicated(self) -> bool:

@@ -150,7 +150,8 @@ def compare_runs(a: Run, b: Run, *, at: int | None = None) -> Comparison:
         for phase in PHASES:
             if phase not in in_a or phase not in in_b:
                 continue
-            left, right = (_entries(steps, step, phase) for steps in (a_steps, b_steps))
+            begins = step in (min(a_steps), min(b_steps))
+            left, right = (_entries(steps, step, phase, begins) for steps in (a_steps, b_steps))
             one_sided = _one_sided(phase, step, a_steps, b_steps)
             found = list(_differences(step, phase, left, right, one_sided, skipped))
             if phase == "random" and step == result.steps[0]:
@@ -208,10 +209,16 @@ def _matched(
     steps: dict[int, dict[str, dict[str, Values]]], letter: str, result: Comparison
 ) -> dict[int, dict[str, dict[str, Values]]]:
     """Take prefixes of wrappers away from names, unless two names become one."""
-    known = {name for phases in steps.values() for named in phases.values() for name in named}
+    known: set[str] = set()
+    for phases in steps.values():
+        for named in phases.values():
+            # A module may be wrapped after some steps: then both names are never there together.
+            if len({normalised(name) for name in named}) < len(named):
+                return steps
+            known.update(named)
     short = {name: normalised(name) for name in known}
     changed = sorted(name for name in known if short[name] != name)
-    if not changed or len(set(short.values())) < len(known):
+    if not changed:
         return steps
     result.notes.append(f"names of {letter} without the prefixes of wrappers, as of {changed[0]}")
     renamed: dict[int, dict[str, dict[str, Values]]] = {}
@@ -225,8 +232,8 @@ def _matched(
 def _check_same_model(a_steps: Any, b_steps: Any) -> None:
     names = []
     for steps in (a_steps, b_steps):
-        left = _entries(steps, max(steps), "optimiser")
-        names.append([name for name in left if not name.startswith("param_groups.")])
+        left = _entries(steps, max(steps), "optimiser", False)
+        names.append([name for name in left if "param_groups." not in name])
     if all(names) and set(names[0]).isdisjoint(names[1]):
         raise RecordError(
             "the records are of different models: no name of a tensor is in both, "
@@ -261,16 +268,16 @@ def _phases_of(steps: dict[int, Any]) -> set[str]:
     return {phase for phases in steps.values() for phase in phases}
 
 
-def _entries(steps: Any, step: int, phase: str) -> dict[str, Values]:
+def _entries(steps: Any, step: int, phase: str, begins: bool) -> dict[str, Values]:
     """Return what a side has of a phase by name.
 
-    Of "load" a run that did not begin at this step has what the step before has left.
+    If the other side ``begins`` at this step, this one has loaded what its step before has left.
     """
     own = steps[step].get(phase, {})
-    if phase != "load" or step == min(steps):
+    if phase != "load" or step == min(steps) or not begins:
         return own
     left = steps.get(step - 1, {}).get("optimiser", {})
-    return {**{n: v for n, v in left.items() if not n.startswith("param_groups.")}, **own}
+    return {**{n: v for n, v in left.items() if "param_groups." not in n}, **own}
 
 
 def _one_sided(phase: str, step: int, a_steps: Any, b_steps: Any) -> str:

@@ -75,7 +75,12 @@ def entry_of(value: Any, *, keep: bool = False) -> Any:
         local = plain(local)
     dtype = spell_dtype(value.dtype)
     if not shape and not local.is_complex():
-        return Waiting(local.to(torch.float64).view(1), [dtype])
+        # Integers of 64 bits are no floats; and without a copy, a number of 64 bits would be read
+        # only when the step is written.
+        wide = torch.int64
+        if local.is_floating_point():
+            wide = torch.float64
+        return Waiting(local.to(wide, copy=True).view(1), [dtype])
     if isinstance(part, list):
         numbers = fingerprint(local, part[0], shape)
     else:
@@ -273,6 +278,17 @@ class Run:
         """Return the header of the first rank."""
         return self.headers[min(self.headers)]
 
+    def add(self, rank: int, step: int, phases: Any) -> None:
+        """Add what a line of a rank holds."""
+        for phase, entries in phases.items():
+            named = self.steps.setdefault(step, {}).setdefault(phase, {})
+            for name, entry in entries.items():
+                parsed = _parsed(entry)
+                if isinstance(entry, dict):
+                    # Each optimiser of a step ends a line, and calls go on in the next.
+                    parsed = named.get(name, {}).get(rank, []) + parsed
+                named.setdefault(name, {})[rank] = parsed
+
 
 def read_run(folder: str | PathLike[str]) -> Run:
     """Read the record in ``folder``; of ranks that stopped early or were cut, what is there.
@@ -315,10 +331,7 @@ def _read_rank(run: Run, rank: int, path: Path) -> int:
                 end = str(content["end"])
             else:
                 step = int(content["step"])
-                for phase, entries in content["phases"].items():
-                    named = run.steps.setdefault(step, {}).setdefault(phase, {})
-                    for name, entry in entries.items():
-                        named.setdefault(name, {})[rank] = _parsed(entry)
+                run.add(rank, step, content["phases"])
         except RecordError:
             raise
         except _MALFORMED as error:

@@ -16,8 +16,16 @@ Kind = TypeVar("Kind")
 
 
 def _living(kind: type[Kind]) -> list[Kind]:
-    # ``isinstance`` would ask proxies for their class, which may import or warn.
-    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    living = []
+    for each in gc.get_objects():
+        # ``isinstance`` would ask proxies for their class, which may import or warn.
+        if not issubclass(type(each), kind):
+            continue
+        # Of what failed in ``__init__``, or is still there, nothing can be asked.
+        attributes = "training", "param_groups"
+        if any(hasattr(each, attribute) for attribute in attributes):
+            living.append(each)
+    return living
 
 
 def class_of(module: nn.Module) -> str:
@@ -34,6 +42,24 @@ def outermost(module: nn.Module) -> nn.Module:
     return max(containing, key=lambda each: sum(1 for _ in each.modules()), default=module)
 
 
+def is_trained(module: nn.Module) -> bool:
+    """Return whether an optimiser trains a parameter of ``module``, as far as can be seen.
+
+    An optimiser may hold copies that are in no module, as in another precision: then any module may
+    be theirs.
+    """
+    held: set[int] = set()
+    for optimizer in _living(torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            held.update(id(parameter) for parameter in group["params"])
+    if any(id(parameter) in held for parameter in module.parameters()):
+        return True
+    for other in _living(nn.Module):
+        if any(id(parameter) in held for parameter in other.parameters()):
+            return False
+    return bool(held)
+
+
 def holder_of(parameters: list[Tensor]) -> nn.Module | None:
     """Return the smallest module that holds all ``parameters``; None if no module does."""
     wanted = {id(parameter) for parameter in parameters}
@@ -44,15 +70,19 @@ def holder_of(parameters: list[Tensor]) -> nn.Module | None:
 
 
 def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Return the optimisers that hold a parameter of ``model``."""
-    known = {id(parameter) for parameter in model.parameters()}
+    """Return the optimisers that hold a parameter of ``model``, in the order of these."""
+    places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
     found = []
-    for optimizer in _living(torch.optim.Optimizer):
-        # An optimiser whose ``__init__`` has failed has no groups.
-        groups = getattr(optimizer, "param_groups", ())
-        if any(id(parameter) in known for group in groups for parameter in group["params"]):
-            found.append(optimizer)
-    return found
+    for number, optimizer in enumerate(_living(torch.optim.Optimizer)):
+        own = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in places:
+                    own.append(places[id(parameter)])
+        if own:
+            found.append((min(own), number, optimizer))
+    # Objects of the process come in no order that another run would have.
+    return [optimizer for _, _, optimizer in sorted(found)]
 
 
 def modules_beside(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

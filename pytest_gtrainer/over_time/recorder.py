@@ -1,9 +1,9 @@
 """Record a training run that nobody edits, step by step, without changing a bit of it.
 
 ``record_training`` is the library's form; the command ``record`` runs a script with a ``Recorder``
-that finds model and optimisers by itself. It hooks modules and
-optimisers as torch offers it to everybody, and watches ``backward``. A *step* begins with the first
-forward under gradients after an optimiser has stepped. Its phases are, in order:
+that finds model and optimisers by itself. It hooks modules and optimisers as torch offers it to
+everybody, and watches ``backward``. A *step* begins with the first forward under gradients after an
+optimiser has stepped. Its phases are, in order:
 
 - load: modules beside the model; in the first recorded step also weights, buffers and moments
 - random: the states of random generators when the forward begins
@@ -19,10 +19,11 @@ import fnmatch
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from os import PathLike
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -40,11 +41,15 @@ from pytest_gtrainer._torch.random_states import random_state, without_modes
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer._torch.wrapped_modules import COMPILED, wrapped_by
 from pytest_gtrainer.numerics import knobs
-from pytest_gtrainer.numerics.bits import NoBytes
+from pytest_gtrainer.numerics.bits import NoBytes, is_dtensor
+from pytest_gtrainer.numerics.record import normalised
 from pytest_gtrainer.over_time import found
 from pytest_gtrainer.over_time.files import Writer, entry_of, rank_of_process, rows_of
 
 Hook = Callable[..., None]
+# Of calls of models before there is an optimiser of theirs, so many are looked at: each costs a walk
+# over all objects of the process.
+_MOST_LOOKS = 16
 
 
 def _hook(*, always: bool) -> Callable[[Hook], Hook]:
@@ -60,6 +65,9 @@ def _hook(*, always: bool) -> Callable[[Hook], Hook]:
                 return
             if not (always or self.is_recorded):
                 return
+            # A copy to the host would break the capture of a CUDA graph, and so the training.
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                return
             is_training = torch.is_grad_enabled()
             try:
                 with torch.no_grad(), without_modes():
@@ -71,6 +79,24 @@ def _hook(*, always: bool) -> Callable[[Hook], Hook]:
         return run
 
     return decorate
+
+
+class _HookOfModule:
+    """A hook that stays behind when a trainer copies or pickles the module.
+
+    A copy of the model, as an average or the best one so far, is not recorded; and a pickle of it
+    must not ask for this package where it is read. What is copied instead takes any arguments, does
+    nothing, and is of Python itself.
+    """
+
+    def __init__(self, run: Hook) -> None:
+        self.run = run
+
+    def __call__(self, *args: Any) -> None:
+        self.run(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
 
 
 class Recorder:
@@ -95,14 +121,17 @@ class Recorder:
             raise ValueError(f"every is a number of steps, at least 1, not {every}")
         self.every, self.activations = every, activations
         self.writer = Writer(folder, values=values)
-        self.step = self.recorded = self.first = 0
+        self.step = self.recorded = 0
         self.is_over = self.begun = self.is_recorded = self.is_inside = False
         self.is_training = self.had_backward = False
         self.model: nn.Module | None = None
         self.optimizers: list[Optimizer] = []
         self.beside: list[tuple[str, nn.Module]] = []
-        self.names: dict[int, str] = {}
         self.stepped: set[int] = set()
+        # Optimisers that have stepped since the last backward.
+        self.spent: set[int] = set()
+        self.looked_at: WeakSet[nn.Module] = WeakSet()
+        self.looks = 0
         self.phases: dict[str, dict[str, Any]] = {}
         self.hooks = ExitStack()
 
@@ -153,27 +182,47 @@ class Recorder:
         ``called`` is the part of it that the trainer calls, if not the whole.
         """
         self.model = model
-        self.names = {id(tensor): name for name, tensor in _state_of(model)}
         handles: list[RemovableHandle] = []
+        missed = set(self.activations)
         for name, module in model.named_modules():
-            if module in (model, called):
-                handles.append(module.register_forward_pre_hook(self._enter))
-                handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.activations):
-                handles.append(module.register_forward_hook(partial(self._activation, name)))
+            if any(module is each for each in (model, called)):
+                enter, leave = _HookOfModule(self._enter), _HookOfModule(self._leave)
+                handles.append(module.register_forward_pre_hook(enter))
+                handles.append(module.register_forward_hook(leave, with_kwargs=True))
+            for pattern in self.activations:
+                # Patterns are written for the model, whatever it is wrapped into.
+                names = name, normalised(name)
+                if any(fnmatch.fnmatchcase(each, pattern) for each in names):
+                    missed.discard(pattern)
+                    hook = _HookOfModule(partial(self._activation, name))
+                    handles.append(module.register_forward_hook(hook))
+                    break
         self._until_stop(handles)
+        for pattern in sorted(missed):
+            print(f"no module has a name like {pattern!r}", file=sys.stderr, flush=True)
 
     @_hook(always=True)
     def _first_call(self, module: nn.Module, args: Any) -> None:
-        is_model = any(parameter.requires_grad for parameter in module.parameters())
-        if self.is_training and is_model:
-            self.finder.remove()
-            gc.collect()  # an earlier trainer of this process would still be found
+        if not self.is_training or module in self.looked_at:
+            return
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return
+        gc.collect()  # an earlier trainer of this process would still be found
+        if found.is_trained(module):
             self._find(found.outermost(module), module)
             # Hooks that are made within a call are not called before it.
             self._enter_training()
+            return
+        # A teacher, or a first call that shows shapes. The module itself may get an optimiser later;
+        # what it calls is not looked at again.
+        self.looked_at.update(module.modules())
+        self.looked_at.discard(module)
+        self.looks += 1
+        if self.looks == _MOST_LOOKS:
+            self.finder.remove()
 
     def _find(self, model: nn.Module, called: nn.Module | None = None) -> None:
+        self.finder.remove()
         self.attach(model, called)
         self.optimizers = found.optimizers_of(model)
         self.beside = list(found.modules_beside(model))
@@ -181,9 +230,10 @@ class Recorder:
     def _begin(self) -> None:
         """Write the header, and what the first step starts with."""
         self.begun = self.is_recorded = True
-        states = [state for each in self.optimizers for state in each.state.values()]
-        taken = [state["step"] for state in states if "step" in state]
-        self.step = self.first = int(max(taken, default=0))
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                if isinstance(state, Mapping) and "step" in state:
+                    self.step = max(self.step, int(state["step"]))
         self.writer.begin(_header(self.model, self.every))
         if self.model is not None:
             self._add("load", _state_of(self.model))
@@ -195,7 +245,8 @@ class Recorder:
         self.step += 1
         self.stepped.clear()
         self.phases = {}
-        self.is_recorded = (self.step - self.first) % self.every == 0
+        # A resumed run records the same steps as the whole one.
+        self.is_recorded = self.step % self.every == 0
         if self.is_recorded:
             self._add_beside()
 
@@ -214,8 +265,10 @@ class Recorder:
         calls = self.phases.setdefault(phase, {}).setdefault(name, {"calls": []})
         calls["calls"].append(entry)
 
-    def _entry(self, value: Any) -> Any:
+    def _entry(self, value: Any, *, rows: bool = False) -> Any:
         try:
+            if rows:
+                return rows_of(value)
             return entry_of(value, keep=self.writer.values)
         except NoBytes as error:
             return f"not recorded: {error}"
@@ -238,7 +291,7 @@ class Recorder:
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self.is_inside:
             for name, tensor in _tensors((args, kwargs)):
-                self._add_call("data", f"input {name}", rows_of(tensor))
+                self._add_call("data", f"input {name}", self._entry(tensor, rows=True))
         self.is_inside = False
 
     @_hook(always=False)
@@ -251,9 +304,15 @@ class Recorder:
     @_hook(always=True)
     def _before_backward(self, roots: list[Tensor]) -> None:
         self.had_backward = True
-        for root in roots if self.is_recorded else ():
-            if root.numel() == 1:
-                self._add_call("loss", "root", self._entry(root.view(())))
+        self.spent.clear()
+        if not self.is_recorded:
+            return
+        for root in roots:
+            # Others are edges of the graph, which have no value.
+            if isinstance(root, Tensor) and root.numel() == 1:
+                if not is_dtensor(root):  # a view of one might communicate
+                    root = root.view(())
+                self._add_call("loss", "root", self._entry(root))
 
     @_hook(always=False)
     def _after_backward(self) -> None:
@@ -266,32 +325,28 @@ class Recorder:
 
     @_hook(always=True)
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.model is None and self.had_backward:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            model = found.holder_of(parameters)
-            if model is not None:
-                self._find(model)
-        # Checkpoints of torch step an optimiser to make its state, before any backward.
-        if not self.had_backward:
-            return
-        if not self.begun:
-            self._begin()
-        elif id(optimizer) in self.stepped:
-            self._next_step()
-        if not self.is_recorded:
-            return
-        for name, parameter in self._parameters(optimizer):
-            if parameter.grad is not None:
-                self._add("clip", [(name, parameter.grad)])
-        self._add("optimiser", _options(optimizer))
+        if _has_closure(args, kwargs):
+            # Forward and backward come within the step, and then what they leave for it.
+            if self.model is not None and not self.begun:
+                self._begin()
+            elif id(optimizer) in self.stepped:
+                self._next_step()
+        elif self._is_trained_by(optimizer):
+            self._prepare(optimizer)
+            self._add_gradients(optimizer)
 
     @_hook(always=True)
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.had_backward:
+        if not self._is_trained_by(optimizer):
             return
+        if _has_closure(args, kwargs):
+            self._prepare(optimizer)
+            self._add_gradients(optimizer)
+        self.spent.add(id(optimizer))
         self.stepped.add(id(optimizer))
         if not self.is_recorded:
             return
+        self._add("optimiser", self._options(optimizer))
         self._add("optimiser", self._parameters(optimizer))
         if self.model is not None:
             self._add("optimiser", self.model.named_buffers())
@@ -300,17 +355,84 @@ class Recorder:
         self.recorded += len(self.stepped) == 1
         self.phases = {}
 
+    def _is_trained_by(self, optimizer: Optimizer) -> bool:
+        # Checkpoints of torch step an optimiser to make its state, of which plain SGD has none: so
+        # they do it each time. No backward precedes that.
+        return self.had_backward and id(optimizer) not in self.spent
+
+    def _prepare(self, optimizer: Optimizer) -> None:
+        """Begin the recording, or the next step, if no forward has done it."""
+        if self.model is None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            model = found.holder_of(parameters)
+            if model is not None:
+                self._find(model)
+        if not self.begun:
+            self._begin()
+        elif id(optimizer) in self.stepped:
+            self._next_step()
+
+    def _add_gradients(self, optimizer: Optimizer) -> None:
+        if not self.is_recorded:
+            return
+        for name, parameter in self._parameters(optimizer):
+            if parameter.grad is not None:
+                self._add("clip", [(name, parameter.grad)])
+
+    def _prefix(self, optimizer: Optimizer) -> str:
+        """Return what stands before ``param_groups`` in names: nothing for the first optimiser."""
+        if not any(known is optimizer for known in self.optimizers):
+            self.optimizers.append(optimizer)
+        if self.optimizers[0] is optimizer:
+            return ""
+        return f"optimizers.{self.optimizers.index(optimizer)}."
+
     def _parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        # Names are read each time: a trainer may wrap modules and add groups at any step.
+        names = {}
+        for prefix, module in self.beside:
+            for name, tensor in module.named_parameters():
+                names[id(tensor)] = f"beside {prefix}.{name}"
+        if self.model is not None:
+            for name, tensor in self.model.named_parameters():
+                names[id(tensor)] = name
+        begin = self._prefix(optimizer)
         for number, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
-                default = f"param_groups.{number}.{place}"
-                yield self.names.get(id(parameter), default), parameter
+                default = f"{begin}param_groups.{number}.{place}"
+                yield names.get(id(parameter), default), parameter
 
     def _moments(self, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
         for name, parameter in self._parameters(optimizer):
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor | int | float):
-                    yield f"{name}.{key}", value
+            state = optimizer.state.get(parameter)
+            if not isinstance(state, Mapping):
+                continue
+            for key, value in state.items():
+                # LBFGS keeps lists of tensors.
+                for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+                    if isinstance(leaf, Tensor | int | float):
+                        yield f"{name}.{key}{pytree.keystr(path)}", leaf
+
+    def _options(self, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+        begin = self._prefix(optimizer)
+        for number, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key == "params":
+                    continue
+                parts = [value]
+                if isinstance(value, Sequence):
+                    parts = list(value)
+                for place, part in enumerate(parts):
+                    name = f"{begin}param_groups.{number}.{key}"
+                    if len(parts) > 1:
+                        name += f".{place}"
+                    if isinstance(part, Tensor | int | float):
+                        yield name, part
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    # The first argument is the optimiser itself.
+    return any(callable(each) for each in (*args[1:], *kwargs.values()))
 
 
 def _tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -323,20 +445,6 @@ def _tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
 def _state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
-
-
-def _options(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    for number, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if key == "params":
-                continue
-            parts = value if isinstance(value, Sequence) else [value]
-            for place, part in enumerate(parts):
-                name = f"param_groups.{number}.{key}"
-                if len(parts) > 1:
-                    name += f".{place}"
-                if isinstance(part, Tensor | int | float):
-                    yield name, part
 
 
 def _header(model: nn.Module | None, every: int) -> dict[str, Any]:

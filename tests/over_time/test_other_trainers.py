@@ -1,0 +1,294 @@
+"""Trainers that copy their model, take several optimisers, closures, or odd inputs, are recorded as
+they are.
+"""
+
+import copy
+import pickle
+import pickletools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from pytest_gtrainer import record_training
+from pytest_gtrainer.over_time.comparing import compare_runs
+from pytest_gtrainer.over_time.files import read_run
+from tests.over_time.trainers import record
+
+
+def made(optimizer=torch.optim.SGD, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    return model, optimizer(model.parameters(), **{"lr": 0.1, **options})
+
+
+def step(model, optimizer, x=None):
+    if x is None:
+        x = torch.ones(2, 4)
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def compared(a, b):
+    return compare_runs(read_run(a), read_run(b))
+
+
+def test_a_model_is_copied_and_pickled_while_it_is_recorded(tmp_path):
+    """A copy is not recorded, and a pickle is read where this package is not installed."""
+    model, optimizer = made()
+    with record_training(model, optimizer, tmp_path, activations="*") as recorder:
+        step(model, optimizer)
+        best = copy.deepcopy(model)
+        saved = pickle.dumps(model)
+        best(torch.ones(2, 4)).sum().backward()
+        step(model, optimizer)
+    assert recorder.recorded == 2
+    (inputs,) = read_run(tmp_path).steps[1]["data"].values()
+    assert len(inputs[0]) == 1
+    named = [str(text) for _, text, _ in pickletools.genops(saved)]
+    assert not [text for text in named if "pytest_gtrainer" in text]
+    assert pickle.loads(saved)(torch.ones(2, 4)).shape == (2, 1)
+
+
+@pytest.mark.parametrize("rates", [(0.1, 0.2), (0.2, 0.1)])
+def test_the_options_of_each_of_two_optimisers(tmp_path, rates):
+    """A rate of either one that is another is named."""
+
+    def train(folder, rates):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        optimizers = []
+        for part, rate in zip(model, rates, strict=True):
+            optimizers.append(torch.optim.SGD(part.parameters(), lr=rate))
+        with record_training(model, optimizers, folder):
+            for _ in range(2):
+                model(torch.ones(2, 4)).sum().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+
+    train(tmp_path / "a", (0.1, 0.1))
+    train(tmp_path / "b", rates)
+    names = {each.name for each in compared(tmp_path / "a", tmp_path / "b").differences}
+    rate = ["param_groups.0.lr", "optimizers.1.param_groups.0.lr"][rates[0] == 0.1]
+    other = ["param_groups.0.lr", "optimizers.1.param_groups.0.lr"][rates[0] != 0.1]
+    assert rate in names
+    assert other not in names
+
+
+def test_a_checkpoint_that_steps_an_optimiser_without_state(tmp_path):
+    """torch steps plain SGD, with zeros, each time that its state is asked for."""
+
+    def train(folder, saves):
+        model, optimizer = made()
+        with record_training(model, optimizer, folder) as recorder:
+            for _ in range(3):
+                step(model, optimizer)
+                if saves:
+                    get_state_dict(model, optimizer)
+        return recorder.recorded
+
+    assert train(tmp_path / "a", False) == train(tmp_path / "b", True) == 3
+    assert compared(tmp_path / "a", tmp_path / "b").status == 0
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adam])
+def test_a_closure_runs_the_backward_within_the_step(tmp_path, kind):
+    """The first step of a resumed run has what each step of a whole run has."""
+
+    def train(folder, first, last):
+        model, optimizer = made(kind)
+        x = torch.randn(8, 4)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(first):
+            optimizer.step(closure)
+        with record_training(model, optimizer, folder) as recorder:
+            for _ in range(first, last):
+                optimizer.step(closure)
+        assert recorder.recorded == last - first
+
+    train(tmp_path / "whole", 0, 4)
+    train(tmp_path / "resumed", 2, 4)
+    whole, resumed = read_run(tmp_path / "whole"), read_run(tmp_path / "resumed")
+    result = compare_runs(whole, resumed, at=2)
+    assert result.status == 0, str(result)
+    phases = whole.steps[1]
+    assert phases["clip"] == phases["gradient"] != {}
+
+
+def test_numbers_are_read_when_they_are_met(tmp_path):
+    """A number of 64 bits keeps all of them, and the value that it had before the step."""
+
+    def train(folder, count):
+        model, _ = made()
+        model.register_parameter("scale", nn.Parameter(torch.tensor(1.0, dtype=torch.float64)))
+        model.register_buffer("count", torch.tensor(count))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        with record_training(model, optimizer, folder):
+            loss = model(torch.ones(2, 4)).double().sum() * model.scale
+            loss.backward()
+            loss.detach().zero_()
+            optimizer.step()
+
+    train(tmp_path / "a", 2**60)
+    train(tmp_path / "b", 2**60 + 1)
+    phases = read_run(tmp_path / "a").steps[0]
+    assert phases["load"]["scale"][0][0].numbers == ("1.0",)
+    assert phases["loss"]["root"][0][0].numbers != ("0.0",)
+    first = compared(tmp_path / "a", tmp_path / "b").differences[0]
+    assert str(first) == f"step 0, load: count, rank 0: {2**60} in A, {2**60 + 1} in B"
+
+
+def test_inputs_and_roots_without_values(tmp_path, capsys):
+    """A sparse input, and a backward from an edge of the graph, do not end the recording."""
+    model, optimizer = made()
+
+    class Dense(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            return self.inner(x.to_dense())
+
+    dense = Dense()
+    with record_training(dense, optimizer, tmp_path) as recorder:
+        step(dense, optimizer, torch.ones(2, 4).to_sparse())
+        loss = dense(torch.ones(2, 4).to_sparse()).sum()
+        edge = torch.autograd.graph.get_gradient_edge(loss)
+        torch.autograd.backward(edge, torch.ones(()))
+        optimizer.step()
+    assert recorder.recorded == 2
+    assert not capsys.readouterr().err
+
+
+def test_a_group_that_is_added_late_and_a_module_that_is_wrapped_late(tmp_path):
+    def train(folder, wrapped):
+        model, optimizer = made()
+        with record_training(model, optimizer, folder):
+            step(model, optimizer)
+            model.append(nn.Linear(1, 1))
+            nn.init.ones_(model[2].weight)
+            nn.init.ones_(model[2].bias)
+            optimizer.add_param_group({"params": model[2].parameters()})
+            if wrapped:
+                model[0] = torch.compile(model[0], backend="eager")
+            step(model, optimizer)
+
+    train(tmp_path / "a", False)
+    train(tmp_path / "b", True)
+    names = read_run(tmp_path / "a").steps[1]["clip"]
+    assert "2.weight" in names
+    result = compared(tmp_path / "a", tmp_path / "b")
+    assert result.status == 0, str(result)
+
+
+def test_activations_are_chosen_without_the_names_of_wrappers(tmp_path, capsys):
+    model, optimizer = made()
+    whole = torch.compile(model, backend="eager")
+    with record_training(whole, optimizer, tmp_path / "a", activations=["0", "layers.*"]):
+        pass
+    assert capsys.readouterr().err == "no module has a name like 'layers.*'\n"
+
+
+SCRIPT = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+{first}
+generator, critic = nn.Linear(4, 4), nn.Linear(4, 1)
+generators = torch.optim.SGD(generator.parameters(), lr=0.1)
+critics = torch.optim.SGD(critic.parameters(), lr=0.1)
+for step in range(3):
+    fake = generator(torch.ones(2, 4))
+    (critic(fake.detach()).sum() * {scale}).backward()
+    critics.step()
+    critics.zero_grad()
+    critic(fake).sum().backward()
+    generators.step()
+    generators.zero_grad()
+{last}
+"""
+
+
+def write(path, *, first="", scale=1.0, last=""):
+    path.write_text(SCRIPT.format(first=first, scale=scale, last=last))
+    return path
+
+
+def test_two_models_that_train_each_other(tmp_path):
+    """The second one is named, too, and both losses of a step are kept."""
+    assert record(tmp_path / "a", write(tmp_path / "a.py")) == 0
+    phases = read_run(tmp_path / "a").steps[1]
+    assert len(phases["loss"]["root"][0]) == 2
+    assert {"weight", "bias", "beside Linear.weight", "beside Linear.bias"} <= phases["clip"].keys()
+    assert record(tmp_path / "b", write(tmp_path / "b.py", scale=2.0)) == 0
+    result = compared(tmp_path / "a", tmp_path / "b")
+    assert result.differences[0].phase == "loss"
+
+
+def test_a_model_that_nobody_trains_is_called_first(tmp_path):
+    """Neither a teacher nor a first call before there is an optimiser is the training."""
+    first = "teacher = nn.Linear(7, 7)\nteacher(torch.ones(1, 7))"
+    assert record(tmp_path / "a", write(tmp_path / "a.py", first=first)) == 0
+    phases = read_run(tmp_path / "a").steps[0]
+    assert phases["gradient"].keys() == {"weight", "bias"}
+    assert phases["load"]["weight"][0][0].shape == (4, 4)
+    assert "data" in phases
+
+
+@pytest.mark.parametrize(
+    ("last", "note"),
+    [("raise SystemExit(3)", "SystemExit"), ("raise KeyError(1)", "KeyError"), ("exit()", None)],
+)
+def test_a_script_that_ends_in_another_way(tmp_path, last, note):
+    """The recorder hands on what the script raises; ``exit()`` is an end in order."""
+    script = write(tmp_path / "a.py", last=last)
+    if note:
+        with pytest.raises((SystemExit, KeyError)):
+            record(tmp_path / "a", script)
+        assert read_run(tmp_path / "a").notes == [f"rank 0 ended after step 2 by {note}"]
+    else:
+        assert record(tmp_path / "a", script) == 0
+        assert not read_run(tmp_path / "a").notes
+
+
+def test_every_counts_steps_and_not_calls(tmp_path):
+    """A resumed run records the same steps as the whole one, and each run its first step."""
+
+    def train(folder, first, every):
+        model, optimizer = made(torch.optim.Adam)
+        for _ in range(first):
+            step(model, optimizer)
+        with record_training(model, optimizer, folder, every=every):
+            for _ in range(first, 7):
+                step(model, optimizer)
+                with torch.no_grad():
+                    model(torch.zeros(2, 4))
+
+    train(tmp_path / "a", 0, 3)
+    train(tmp_path / "b", 2, 3)
+    train(tmp_path / "c", 0, 100)
+    assert list(read_run(tmp_path / "a").steps) == [0, 3, 6]
+    assert list(read_run(tmp_path / "b").steps) == [2, 3, 6]
+    assert list(read_run(tmp_path / "c").steps) == [0]
+    assert compared(tmp_path / "a", tmp_path / "b").status == 0
+
+
+def test_nothing_is_read_while_a_graph_of_the_device_is_captured(tmp_path, monkeypatch, capsys):
+    """A copy to the host would break the capture."""
+    model, optimizer = made()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with record_training(model, optimizer, tmp_path) as recorder:
+        step(model, optimizer)
+    assert recorder.recorded == 0
+    assert not recorder.phases
+    assert not capsys.readouterr().err

@@ -110,3 +110,10 @@ def test_messages_on_a_group_are_not_those_of_one_that_is_gone(monkeypatch: pyte
         del gone
     assert dict(issued) == {kept: 6}
     assert dict(balance) == {kept: 0}
+
+
+def test_a_module_whose_import_was_ended_counts_nothing(monkeypatch):
+    """It stays half imported, without its counter, if a test ends in the middle."""
+    half = type(sys)("torch._dynamo.convert_frame")
+    monkeypatch.setitem(sys.modules, "torch._dynamo.convert_frame", half)
+    process_groups.forget_compiled()

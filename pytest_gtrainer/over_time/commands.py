@@ -49,6 +49,9 @@ def record(options: argparse.Namespace) -> int:
         recorder.stop(error)
         raise
     recorder.stop()
+    if recorder.has_failed:
+        # It has said why, and the script has ended in order.
+        return 2 * (not recorder.recorded)
     if not recorder.recorded:
         return _complain(
             f"nothing of {options.script} was recorded: in this process no optimiser of torch has "

@@ -5,16 +5,26 @@ tensor are added up, replicas once, and whole tensors are compared; what each ra
 as a random state, is then not compared, and said.
 """
 
-from collections.abc import Iterator
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from pytest_gtrainer.facts import counted, one_line, spell_some
 from pytest_gtrainer.numerics.compare import difference_of
 from pytest_gtrainer.numerics.record import normalised
 from pytest_gtrainer.numerics.verdict import Key
-from pytest_gtrainer.over_time.files import Entry, RecordError, Run, Values, values_of
+from pytest_gtrainer.over_time.files import (
+    UNRECORDED,
+    Entry,
+    RecordError,
+    Run,
+    Steps,
+    Values,
+    values_of,
+)
 from pytest_gtrainer.over_time.fingerprints import MODULUS
 
 PHASES = ("load", "random", "data", "forward", "loss", "gradient", "clip", "optimiser")
@@ -61,6 +71,7 @@ class Comparison:
         element: lines that name the first element of the first difference, if values were kept.
         notes: what was not compared, and what is missing on either side.
         is_complete: whether both runs ended in order.
+        compared: how many entries were compared.
     """
 
     runs: tuple[Run, Run]
@@ -83,39 +94,50 @@ class Comparison:
 
     def lines(self, *, markdown: bool = False) -> Iterator[str]:
         """Yield the lines of the text, or of the page in Markdown."""
-        dash = "- " if markdown else ""
+        dash, indent, bold = "", "  ", ""
+        if markdown:
+            dash, indent, bold = "- ", "- ", "**"
+
         for letter, run in zip("AB", self.runs, strict=True):
+            steps = "no step"
+            if run.steps:
+                steps = f"steps {_span(run.steps)}"
             ranks = counted(len(run.headers), "rank")
-            steps = f"steps {min(run.steps)} to {max(run.steps)}" if run.steps else "no step"
             yield f"{dash}{letter}: {one_line(str(run.folder))}, {ranks}, {steps}"
-        yield from (f"{dash}{one_line(line)}" for line in self.surroundings + self.notes)
+        for line in self.surroundings + self.notes:
+            yield f"{dash}{one_line(line)}"
         if markdown:
             yield ""
+
         if not self.differences:
             values, steps = counted(self.compared, "value"), counted(len(self.steps), "step")
             yield f"equal: {values} in {steps}"
             return
-        first = self.differences[0]
-        bold = "**" if markdown else ""
+
+        first, *others = self.differences
         yield f"{bold}first difference: {first}{bold}"
         yield from self.element
-        for other in self.differences[1:_MOST_SHOWN]:
-            yield f"{dash or '  '}{other}"
-        if len(self.differences) > _MOST_SHOWN:
-            more = counted(len(self.differences) - _MOST_SHOWN, "more difference")
-            yield f"{dash or '  '}and {more} in this phase"
-        if markdown:
-            yield from ("", f"| phase of step {first.step} | differ | of |", "|---|---|---|")
-            yield from (f"| {name} | {some} | {all_} |" for name, (some, all_) in self.table())
-        else:
-            cells = [f"{name} {some} of {all_}" for name, (some, all_) in self.table()]
-            yield f"step {first.step} in all, entries that differ: {', '.join(cells)}"
+        for other in others[: _MOST_SHOWN - 1]:
+            yield f"{indent}{other}"
+        left_out = len(self.differences) - _MOST_SHOWN
+        if left_out > 0:
+            yield f"{indent}and {counted(left_out, 'more difference')} in this phase"
+        yield from self._table(first.step, markdown=markdown)
 
-    def table(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Yield the phases of the step that differs, with ``counts``, in order."""
+    def _table(self, step: int, *, markdown: bool) -> Iterator[str]:
+        """Yield how many entries differ in each phase of the step."""
+        if markdown:
+            yield from ("", f"| phase of step {step} | differ | of |", "|---|---|---|")
+        cells = []
         for phase in PHASES:
-            if phase in self.counts:
-                yield phase, self.counts[phase]
+            if phase not in self.counts:
+                continue
+            differing, number = self.counts[phase]
+            cells.append(f"{phase} {differing} of {number}")
+            if markdown:
+                yield f"| {phase} | {differing} | {number} |"
+        if not markdown:
+            yield f"step {step} in all, entries that differ: {', '.join(cells)}"
 
 
 def compare_runs(a: Run, b: Run, *, at: int | None = None) -> Comparison:
@@ -125,77 +147,63 @@ def compare_runs(a: Run, b: Run, *, at: int | None = None) -> Comparison:
         at: the step of A that the first step of B is; by default steps count as recorded.
 
     Raises:
-        RecordError: the records have no step, or no name, in common.
+        RecordError: the records have no step, or no name, in common, or are one record.
     """
+    # Whoever mistypes a name would read "equal".
+    if os.path.samefile(a.folder, b.folder):
+        raise RecordError(f"A and B are one folder, {a.folder}: a record is equal to itself")
     result = Comparison((a, b), _surroundings(a, b))
-    shift = 0
-    if at is not None and b.steps:
-        shift = at - min(b.steps)
-    b_steps = {step + shift: phases for step, phases in b.steps.items()}
-    b_steps = _matched(b_steps, "B", result)
     a_steps = _matched(a.steps, "A", result)
+    b_steps = _matched(_shifted(b.steps, at), "B", result)
     result.steps = sorted(a_steps.keys() & b_steps.keys())
     if not result.steps:
-        raise RecordError(f"no step is in both records: {_span(a)} in A, {_span(b)} in B")
+        spans = f"{_span(a_steps)} in A, {_span(b_steps)} in B"
+        raise RecordError(f"no step is in both records: {spans}")
     _check_same_model(a_steps, b_steps)
     _note_ends(result, a_steps, b_steps)
 
-    in_a, in_b = _phases_of(a_steps), _phases_of(b_steps)
-    for phase in PHASES:
-        if (phase in in_a) != (phase in in_b):
-            result.notes.append(f"not compared: {phase}, which only {'AB'[phase in in_b]} has")
-    skipped: dict[str, set[str]] = {}
-    unseeded: set[str] = set()
-    for step in result.steps:
-        for phase in PHASES:
-            if phase not in in_a or phase not in in_b:
-                continue
-            begins = step in (min(a_steps), min(b_steps))
-            left, right = (_entries(steps, step, phase, begins) for steps in (a_steps, b_steps))
-            one_sided = _one_sided(phase, step, a_steps, b_steps)
-            found = list(_differences(step, phase, left, right, one_sided, skipped))
-            if phase == "random" and step == result.steps[0]:
-                # Generators that the trainer does not seed begin anywhere.
-                unseeded = {each.name for each in found if not each.name.startswith("torch")}
-            found = [each for each in found if phase != "random" or each.name not in unseeded]
-            number = len(left.keys() | right.keys())
-            result.compared += number
-            result.counts[phase] = len(found), number
-            result.differences = result.differences or found
-        if result.differences:
-            result.element = _element(a, b, result.differences[0])
-            break
-        result.counts.clear()
-    if unseeded:
-        result.notes.append(
-            f"random states that differ from the start: {spell_some(sorted(unseeded))}"
-        )
-    for reason, names in skipped.items():
-        result.notes.append(f"not compared, {reason}: {spell_some(sorted(names))}")
+    comparing = _Comparing(result, a_steps, b_steps)
+    comparing.run()
+    if not result.differences and not result.compared:
+        raise RecordError("no value of one record is compared with one of the other")
     return result
 
 
-def _span(run: Run) -> str:
-    if not run.steps:
+def _span(steps: Steps) -> str:
+    if not steps:
         return "none"
-    return f"{min(run.steps)} to {max(run.steps)}"
+    return f"{min(steps)} to {max(steps)}"
+
+
+def _shifted(steps: Steps, at: int | None) -> Steps:
+    """Return the steps with other numbers, so that the first one is ``at``."""
+    if at is None or not steps:
+        return steps
+    shift = at - min(steps)
+    return {step + shift: phases for step, phases in steps.items()}
 
 
 def _surroundings(a: Run, b: Run) -> list[str]:
     lines = []
-    sides = a.header, b.header
+
+    def say_if_other(what: str, left: str, right: str) -> None:
+        if left != right:
+            lines.append(f"other {what}: {left} in A, {right} in B")
+
     for name in _FIELDS:
-        left, right = (_spelled(side.get(name)) for side in sides)
-        if left != right:
-            lines.append(f"other {name}: {left} in A, {right} in B")
-    settings = [side.get("settings") or {} for side in sides]
-    for name in sorted(settings[0].keys() | settings[1].keys()):
-        left, right = (side.get(name, "unknown") for side in settings)
-        if left != right:
-            lines.append(f"other setting {name}: {left} in A, {right} in B")
-    if a.header.get("arguments") != b.header.get("arguments"):
-        left, right = (" ".join(map(str, side.get("arguments", ()))) for side in sides)
-        lines.append(f"other arguments: {left!r} in A, {right!r} in B")
+        say_if_other(name, _spelled(a.header.get(name)), _spelled(b.header.get(name)))
+
+    # A record of an older torch does not know each setting.
+    a_settings = a.header.get("settings") or {}
+    b_settings = b.header.get("settings") or {}
+    for name in sorted(a_settings.keys() | b_settings.keys()):
+        left, right = a_settings.get(name, "unknown"), b_settings.get(name, "unknown")
+        say_if_other(f"setting {name}", left, right)
+
+    # Arguments are quoted, because none at all must be seen, too.
+    left = " ".join(map(str, a.header.get("arguments", ())))
+    right = " ".join(map(str, b.header.get("arguments", ())))
+    say_if_other("arguments", repr(left), repr(right))
     return lines
 
 
@@ -205,35 +213,34 @@ def _spelled(value: Any) -> str:
     return str(value)
 
 
-def _matched(
-    steps: dict[int, dict[str, dict[str, Values]]], letter: str, result: Comparison
-) -> dict[int, dict[str, dict[str, Values]]]:
+def _matched(steps: Steps, letter: str, result: Comparison) -> Steps:
     """Take prefixes of wrappers away from names, unless two names become one."""
     known: set[str] = set()
     for phases in steps.values():
         for named in phases.values():
             # A module may be wrapped after some steps: then both names are never there together.
-            if len({normalised(name) for name in named}) < len(named):
+            if len(set(map(normalised, named))) < len(named):
                 return steps
             known.update(named)
-    short = {name: normalised(name) for name in known}
-    changed = sorted(name for name in known if short[name] != name)
+    changed = sorted(name for name in known if normalised(name) != name)
     if not changed:
         return steps
+
     result.notes.append(f"names of {letter} without the prefixes of wrappers, as of {changed[0]}")
-    renamed: dict[int, dict[str, dict[str, Values]]] = {}
+    renamed: Steps = {}
     for step, phases in steps.items():
         renamed[step] = {}
         for phase, named in phases.items():
-            renamed[step][phase] = {short[name]: values for name, values in named.items()}
+            renamed[step][phase] = {normalised(name): values for name, values in named.items()}
     return renamed
 
 
-def _check_same_model(a_steps: Any, b_steps: Any) -> None:
+def _check_same_model(a_steps: Steps, b_steps: Steps) -> None:
     names = []
     for steps in (a_steps, b_steps):
-        left = _entries(steps, max(steps), "optimiser", False)
-        names.append([name for name in left if "param_groups." not in name])
+        # Options have the same names in every run.
+        entries = steps[max(steps)].get("optimiser", {})
+        names.append([name for name in entries if not _is_option(name)])
     if all(names) and set(names[0]).isdisjoint(names[1]):
         raise RecordError(
             "the records are of different models: no name of a tensor is in both, "
@@ -241,11 +248,16 @@ def _check_same_model(a_steps: Any, b_steps: Any) -> None:
         )
 
 
-def _note_ends(result: Comparison, a_steps: Any, b_steps: Any) -> None:
+def _is_option(name: str) -> bool:
+    return "param_groups." in name
+
+
+def _note_ends(result: Comparison, a_steps: Steps, b_steps: Steps) -> None:
     for letter, run in zip("AB", result.runs, strict=True):
-        result.notes += [f"{letter}: {note}" for note in run.notes]
-        result.is_complete &= not run.notes
-    for letter, own in (("A", a_steps.keys() - b_steps.keys()), ("B", b_steps.keys() - a_steps)):
+        for note in run.notes:
+            result.notes.append(f"{letter}: {note}")
+            result.is_complete = False
+    for letter, own in (("A", a_steps.keys() - b_steps), ("B", b_steps.keys() - a_steps)):
         if own:
             result.notes.append(f"only in {letter}: {counted(len(own), 'step')}, {_runs_of(own)}")
 
@@ -261,92 +273,210 @@ def _runs_of(numbers: set[int]) -> str:
             spans[-1][1] = number
         else:
             spans.append([number, number])
-    return spell_some([str(a) if a == b else f"{a} to {b}" for a, b in spans], 8)
-
-
-def _phases_of(steps: dict[int, Any]) -> set[str]:
-    return {phase for phases in steps.values() for phase in phases}
-
-
-def _entries(steps: Any, step: int, phase: str, begins: bool) -> dict[str, Values]:
-    """Return what a side has of a phase by name.
-
-    If the other side ``begins`` at this step, this one has loaded what its step before has left.
-    """
-    own = steps[step].get(phase, {})
-    if phase != "load" or step == min(steps) or not begins:
-        return own
-    left = steps.get(step - 1, {}).get("optimiser", {})
-    return {**{n: v for n, v in left.items() if "param_groups." not in n}, **own}
-
-
-def _one_sided(phase: str, step: int, a_steps: Any, b_steps: Any) -> str:
-    """Return the letters of the sides of which a name may be missing on the other side."""
-    if phase == "forward":
-        return "AB"  # nothing is seen inside of a module that was compiled in place
-    begins = "A" * (step == min(a_steps)) + "B" * (step == min(b_steps))
-    # The step before has left what its optimiser holds, and no frozen weights.
-    return begins if phase == "load" and len(begins) == 1 else ""
-
-
-def _differences(
-    step: int,
-    phase: str,
-    a: dict[str, Values],
-    b: dict[str, Values],
-    one_sided: str,
-    skipped: dict[str, set[str]],
-) -> Iterator[Difference]:
-    for name in {**a, **b}:
-        if name in a and name in b:
-            try:
-                yield from _compare_values(step, phase, name, a[name], b[name])
-            except _OfOwnRanks as error:
-                skipped.setdefault(str(error), set()).add(f"{phase}: {name}")
-            continue
-
-        letter = "AB"[name in b]
-        if letter in one_sided:
-            reason = f"because only {letter} shows it"
-            skipped.setdefault(reason, set()).add(f"{phase}: {name}")
+    texts = []
+    for first, last in spans:
+        if first == last:
+            texts.append(str(first))
         else:
-            yield Difference(step, phase, name, (), f"only in {letter}")
+            texts.append(f"{first} to {last}")
+    return spell_some(texts, 8)
 
 
-class _OfOwnRanks(Exception):
-    """Each rank has its own value, and the ranks are others."""
+class _NotComparable(Exception):
+    """Both sides have the name, and still nothing can be said; the message is a reason."""
 
 
-def _compare_values(step: int, phase: str, name: str, a: Values, b: Values) -> Iterator[Difference]:
-    kinds = _kinds(a), _kinds(b)
-    if kinds[0] != kinds[1]:
-        left, right = (spell_some(sorted(kind)) for kind in kinds)
-        yield Difference(step, phase, name, tuple(a), f"{left} in A, {right} in B")
-        return
+class _Comparing:
+    """The walk through the steps of two records, up to the first one that differs.
+
+    Attributes:
+        skipped: by reason, what was not compared.
+        unseeded: generators that the trainer does not seed.
+    """
+
+    def __init__(self, result: Comparison, a_steps: Steps, b_steps: Steps) -> None:
+        self.result, self.a_steps, self.b_steps = result, a_steps, b_steps
+        self.skipped: dict[str, set[str]] = {}
+        self.unseeded: set[str] = set()
+
+    def run(self) -> None:
+        """Fill in the result."""
+        phases = self._shared_phases()
+        for step in self.result.steps:
+            # Later phases of the step are counted, later steps only follow from it.
+            for phase in phases:
+                self._compare_phase(step, phase)
+            if self.result.differences:
+                break
+            self.result.counts.clear()
+
+        if self.result.differences:
+            self.result.element = _element(self.result.runs, self.result.differences[0])
+        if self.unseeded:
+            names = spell_some(sorted(self.unseeded))
+            self.result.notes.append(f"random states that differ from the start: {names}")
+        for reason, skipped in self.skipped.items():
+            names = spell_some(sorted(skipped))
+            self.result.notes.append(f"not compared, {reason}: {names}")
+
+    def _shared_phases(self) -> list[str]:
+        """Return the phases that both records have, and note the others."""
+        in_a: set[str] = set().union(*self.a_steps.values())
+        in_b: set[str] = set().union(*self.b_steps.values())
+        shared = []
+        for phase in PHASES:
+            if phase in in_a and phase in in_b:
+                shared.append(phase)
+            elif phase in in_a:
+                self.result.notes.append(f"not compared: {phase}, which only A has")
+            elif phase in in_b:
+                self.result.notes.append(f"not compared: {phase}, which only B has")
+        return shared
+
+    def _compare_phase(self, step: int, phase: str) -> None:
+        a, b = self._entries(step, phase)
+        found, number = [], 0
+        for name in {**a, **b}:
+            try:
+                difference = self._compare_name(step, phase, name, a.get(name), b.get(name))
+            except _NotComparable as reason:
+                self.skipped.setdefault(str(reason), set()).add(f"{phase}: {name}")
+                continue
+            number += 1
+            if difference is None:
+                continue
+            if phase == "random" and not name.startswith("torch"):
+                # Generators that the trainer does not seed begin anywhere.
+                if step == self.result.steps[0]:
+                    self.unseeded.add(name)
+                if name in self.unseeded:
+                    continue
+            found.append(difference)
+        self.result.compared += number
+        self.result.counts[phase] = len(found), number
+        if not self.result.differences:
+            self.result.differences = found
+
+    def _entries(self, step: int, phase: str) -> tuple[dict[str, Values], dict[str, Values]]:
+        """Return what both sides have of a phase by name.
+
+        If one side begins at this step, the other one has loaded what its step before has left.
+        """
+        a, b = self.a_steps[step].get(phase, {}), self.b_steps[step].get(phase, {})
+        if phase == "load" and self._who_begins(step) == "A":
+            b = {**_left_over(self.b_steps, step), **b}
+        elif phase == "load" and self._who_begins(step) == "B":
+            a = {**_left_over(self.a_steps, step), **a}
+        return a, b
+
+    def _who_begins(self, step: int) -> str:
+        letters = ""
+        if step == min(self.a_steps):
+            letters += "A"
+        if step == min(self.b_steps):
+            letters += "B"
+        return letters
+
+    def _compare_name(
+        self, step: int, phase: str, name: str, a: Values | None, b: Values | None
+    ) -> Difference | None:
+        if a is None or b is None:
+            letter = "A"
+            if a is None:
+                letter = "B"
+            # Nothing is seen inside of a module that was compiled in place.
+            is_unseen = phase == "forward"
+            # The step before has left what its optimiser holds, and no frozen weights.
+            is_unseen |= phase == "load" and letter == self._who_begins(step)
+            if is_unseen:
+                raise _NotComparable(f"because only {letter} shows it")
+            return Difference(step, phase, name, (), f"only in {letter}")
+
+        for letter, own, other, steps in (
+            ("A", a, b, self.b_steps),
+            ("B", b, a, self.a_steps),
+        ):
+            # Replicas on the other ranks have the same values, so the whole would seem equal.
+            lone = self._trained_ranks(steps[step], name, own.keys() - other.keys())
+            if lone:
+                return Difference(step, phase, name, lone, f"only in {letter}")
+        return _compare_values(step, phase, name, a, b)
+
+    def _trained_ranks(
+        self, phases: dict[str, dict[str, Values]], name: str, ranks: set[int]
+    ) -> tuple[int, ...]:
+        """Return those of ``ranks`` that train the weight of that name, or of the moment's.
+
+        In another layout, as stages of a pipeline, other ranks hold it. They are no fault.
+        """
+        a, b = self.result.runs
+        if a.headers.keys() != b.headers.keys():
+            return ()
+        weights = phases.get("optimiser", {})
+        owners = weights.get(name) or weights.get(name.rpartition(".")[0]) or {}
+        return tuple(sorted(ranks & owners.keys()))
+
+
+def _left_over(steps: Steps, step: int) -> dict[str, Values]:
+    """Return what the step before has left of weights, buffers and moments."""
+    entries = steps.get(step - 1, {}).get("optimiser", {})
+    return {name: values for name, values in entries.items() if not _is_option(name)}
+
+
+def _compare_values(step: int, phase: str, name: str, a: Values, b: Values) -> Difference | None:
+    """Compare one name on all ranks.
+
+    Raises:
+        _NotComparable: nothing was recorded, or each rank has its own and the ranks are others.
+    """
+    if _kinds(a) != _kinds(b):
+        # On the same ranks, those that differ say how.
+        ranks = [rank for rank in a if rank not in b or _kinds(a, rank) != _kinds(b, rank)]
+        a_kinds: set[str] = set().union(*(_kinds(a, rank) for rank in ranks))
+        b_kinds = _kinds(b)
+        if a.keys() == b.keys():
+            b_kinds = set().union(*(_kinds(b, rank) for rank in ranks))
+        words = f"{spell_some(sorted(a_kinds))} in A, {spell_some(sorted(b_kinds))} in B"
+        return Difference(step, phase, name, tuple(ranks), words)
+    if all(entry.part == UNRECORDED for entry in _all_entries(a)):
+        raise _NotComparable("because it was not recorded")
 
     if _layout(a) == _layout(b):
-        ranks = tuple(rank for rank in a if a[rank] != b[rank])
-        if ranks:
-            # Of several calls within the step, the first that differs.
-            for sides in zip(a[ranks[0]], b[ranks[0]], strict=True):
-                if sides[0] != sides[1]:
-                    break
-            yield Difference(step, phase, name, ranks, _numbers(*sides), sides)
-        return
+        ranks = [rank for rank in a if a[rank] != b[rank]]
+        if not ranks:
+            return None
+        # Of several calls within the step, the first that differs.
+        for left_entry, right_entry in zip(a[ranks[0]], b[ranks[0]], strict=True):
+            if left_entry != right_entry:
+                break
+        words = _numbers(left_entry, right_entry)
+        return Difference(step, phase, name, tuple(ranks), words, (left_entry, right_entry))
 
-    wholes = whole_of(a), whole_of(b)
-    if wholes[0] is None or wholes[1] is None:
-        raise _OfOwnRanks("because each rank has its own and the ranks are others")
-    if wholes[0] != wholes[1]:
-        yield Difference(step, phase, name, (), "in all, on ranks or calls that are others")
+    a_whole, b_whole = whole_of(a), whole_of(b)
+    if a_whole is None or b_whole is None:
+        raise _NotComparable("because each rank has its own and the ranks are others")
+    if a_whole == b_whole:
+        return None
+    return Difference(step, phase, name, (), "in all, on ranks or calls that are others")
 
 
-def _kinds(values: Values) -> set[str]:
-    return {entry.kind for calls in values.values() for entry in calls}
+def _all_entries(values: Values) -> Iterator[Entry]:
+    for calls in values.values():
+        yield from calls
+
+
+def _kinds(values: Values, rank: int | None = None) -> set[str]:
+    """Return dtypes and shapes on all ranks, or on one."""
+    if rank is not None:
+        values = {rank: values[rank]}
+    return {entry.kind for entry in _all_entries(values)}
 
 
 def _layout(values: Values) -> Any:
-    return {rank: [(entry.part, entry.shape) for entry in calls] for rank, calls in values.items()}
+    layout = {}
+    for rank, calls in values.items():
+        layout[rank] = [(entry.part, entry.shape) for entry in calls]
+    return layout
 
 
 def _numbers(left: Entry, right: Entry) -> str:
@@ -356,21 +486,25 @@ def _numbers(left: Entry, right: Entry) -> str:
     return f"{left.numbers[0]} in A, {right.numbers[0]} in B"
 
 
-def _element(a: Run, b: Run, difference: Difference) -> list[str]:
+def _element(runs: tuple[Run, Run], difference: Difference) -> list[str]:
     """Return lines that name the first element that differs, if both sides have kept values."""
     if difference.sides is None or difference.sides[0].part == "rows":
         return []
     rank = difference.ranks[0]
-    pair = zip((a, b), difference.sides, strict=True)
-    tensors = [values_of(run.folder, rank, entry) for run, entry in pair]
-    if tensors[0] is None or tensors[1] is None:
+    left = values_of(runs[0].folder, rank, difference.sides[0])
+    right = values_of(runs[1].folder, rank, difference.sides[1])
+    if left is None or right is None:
         return []
-    found = difference_of(Key(0, 0, "", difference.name), tensors[0], tensors[1])
+    found = difference_of(Key(0, 0, "", difference.name), left, right)
     if found is None or found.element is None:
         return []
+
+    # The element is named in the whole tensor, of which this rank holds a part.
+    place = list(found.element)
     part = difference.sides[0].part
-    offsets = part[0] if isinstance(part, tuple) else [0] * len(found.element)
-    place = [offset + index for offset, index in zip(offsets, found.element, strict=True)]
+    if isinstance(part, tuple):
+        for dim, offset in enumerate(part[0]):
+            place[dim] += offset
     amount = f"{found.amount} elements of rank {rank} differ"
     return [f"  element {place}: {found.actual} in A, {found.expected} in B; {amount}"]
 
@@ -378,24 +512,49 @@ def _element(a: Run, b: Run, difference: Difference) -> list[str]:
 def whole_of(values: Values) -> Any:
     """Return what does not depend on how ranks share a tensor; None if ranks have their own."""
     calls = list(values.values())
-    entries = [entry for each in calls for entry in each]
+    entries = list(_all_entries(values))
     if all(entry.part == "rows" for entry in entries):
-        return frozenset(row for entry in entries for row in entry.numbers)
+        return _rows_of(entries)
     if any(entry.part == "partial" for entry in entries):
         return None
-    if all(each == calls[0] for each in calls) and not any(
-        isinstance(entry.part, tuple) for entry in entries
-    ):
+
+    is_sharded = any(isinstance(entry.part, tuple) for entry in entries)
+    if not is_sharded and all(each == calls[0] for each in calls):
         return [(entry.numbers, entry.shape) for entry in calls[0]]
+    if len({len(each) for each in calls}) > 1:
+        return None
     totals = []
-    for ranks in zip(*calls, strict=False):
-        parts: dict[Any, Entry] = {}
-        for entry in ranks:
-            if not isinstance(entry.part, tuple) or parts.setdefault(entry.part, entry) != entry:
-                return None
-        covered = sum(prod(sizes) for _, sizes in parts)
-        if covered != prod(ranks[0].shape):
+    for of_call in zip(*calls, strict=True):
+        total = _total_of(of_call)
+        if total is None:
             return None
-        total = sum(int(entry.numbers[0], 16) for entry in parts.values()) % MODULUS
-        totals.append(((f"{total:016x}",), ranks[0].shape))
+        totals.append(((total,), of_call[0].shape))
     return totals
+
+
+def _rows_of(entries: Iterable[Entry]) -> frozenset[tuple[str, int]]:
+    """Return each row, and how often it comes for each time of the whole batch.
+
+    Ranks of tensor parallelism have the same batch, all of them as often.
+    """
+    counts = Counter(row for entry in entries for row in entry.numbers)
+    times = gcd(*counts.values())
+    return frozenset((row, count // times) for row, count in counts.items())
+
+
+def _total_of(entries: Iterable[Entry]) -> str | None:
+    """Return the fingerprint of the tensor whose parts these are; None if they are not all."""
+    parts: dict[Any, Entry] = {}
+    shape: tuple[int, ...] = ()
+    for entry in entries:
+        shape = entry.shape
+        # Ranks that hold the same part must agree about it.
+        if not isinstance(entry.part, tuple) or parts.setdefault(entry.part, entry) != entry:
+            return None
+    covered = total = 0
+    for (_, sizes), entry in parts.items():
+        covered += prod(sizes)
+        total += int(entry.numbers[0], 16)
+    if covered != prod(shape):
+        return None
+    return f"{total % MODULUS:016x}"

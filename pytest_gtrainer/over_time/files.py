@@ -39,6 +39,9 @@ from pytest_gtrainer.over_time.fingerprints import (
 )
 
 FORMAT, VERSION = "record of pytest-gtrainer", 1
+UNRECORDED = "unrecorded"
+"""The ``part`` of an ``Entry`` that holds a reason and no value."""
+
 _MOST_ROWS = 1024
 # What reading a line raises that is no line of ours.
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -133,22 +136,27 @@ class Writer:
 
     def __init__(self, folder: str | PathLike[str], *, values: bool = False) -> None:
         self.values = values
-        self.path = Path(folder) / f"rank{rank_of_process()}.jsonl"
+        self.folder = Path(folder)
         self.file: BinaryIO | None = None
         self.bytes: BinaryIO | None = None
-        if self.path.exists():
+        if self._path().exists():
             raise RecordError(f"{folder} holds a record already: name another folder, or remove it")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RecordError(f"{folder} cannot be made: {error.strerror}") from error
 
     def begin(self, header: dict[str, Any]) -> None:
         """Make the files and write the header."""
-        self.file = self.path.open("xb")
+        path = self._path()
+        self.file = path.open("xb")
         if self.values:
-            self.bytes = self.path.with_suffix(".values").open("wb")
+            self.bytes = path.with_suffix(".values").open("wb")
         self._line({"format": FORMAT, "version": VERSION, **header})
+
+    def _path(self) -> Path:
+        # A script may make its ranks itself, after this has been made.
+        return self.folder / f"rank{rank_of_process()}.jsonl"
 
     def step(self, number: int, phases: Entries) -> None:
         """Write what has been gathered since the last line."""
@@ -226,14 +234,22 @@ class Entry:
 
     @property
     def kind(self) -> str:
-        """Return dtype and global shape, as ``f32[4, 8]``; of rows that of one row."""
-        shape = self.shape[1:] if self.part == "rows" else self.shape
+        """Return dtype and global shape, as ``f32[4, 8]``; of rows that of one row; or the reason
+        why there is no value.
+        """
+        if self.part == UNRECORDED:
+            return self.numbers[0]
+        shape = self.shape
+        if self.part == "rows":
+            shape = shape[1:]
         return f"{self.dtype}{list(shape)}"
 
 
 def _parsed(content: Any) -> list[Entry]:
     if isinstance(content, dict):
         return [_parsed(call)[0] for call in content["calls"]]
+    if isinstance(content, str):
+        return [Entry((content,), part=UNRECORDED)]
     if not isinstance(content, list):
         return [Entry((str(content),))]
     if len(content) == 2:
@@ -257,6 +273,9 @@ def _parsed(content: Any) -> list[Entry]:
 Values = dict[int, list[Entry]]
 """By rank, the entries of one name in one phase of one step: one, or one for each call."""
 
+Steps = dict[int, dict[str, dict[str, Values]]]
+"""By step, phase and name."""
+
 
 @dataclass(slots=True)
 class Run:
@@ -270,7 +289,7 @@ class Run:
 
     folder: Path
     headers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    steps: dict[int, dict[str, dict[str, Values]]] = field(default_factory=dict)
+    steps: Steps = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -297,7 +316,12 @@ def read_run(folder: str | PathLike[str]) -> Run:
         RecordError: there is none, or of another version, or a line is not one of a record.
     """
     run = Run(Path(folder))
-    files = {int(path.stem[4:]): path for path in run.folder.glob("rank[0-9]*.jsonl")}
+    files = {}
+    for path in run.folder.glob("rank*.jsonl"):
+        number = path.stem.removeprefix("rank")
+        # Copies that somebody has made lie beside, as "rank0 copy.jsonl".
+        if number.isdecimal():
+            files[int(number)] = path
     if not files:
         raise RecordError(f"{folder} holds no record: no file rank0.jsonl")
     last = {}
@@ -318,7 +342,10 @@ def read_run(folder: str | PathLike[str]) -> Run:
 def _read_rank(run: Run, rank: int, path: Path) -> int:
     """Add the file of a rank, and return its last step, -1 without one."""
     step, end = -1, None
-    lines = path.read_bytes().split(b"\n")
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}") from error
     for number, line in enumerate(lines, 1):
         if number == len(lines):
             break  # empty, or a line whose end is missing
@@ -369,4 +396,5 @@ def _check_header(header: Any, path: Path) -> None:
             f"{path} is a record of version {header['version']}, and this is version {VERSION}: "
             "compare it with the pytest-gtrainer that wrote it"
         )
-    int(header["world_size"])
+    if not isinstance(header["world_size"], int):
+        raise TypeError("the number of ranks is expected")

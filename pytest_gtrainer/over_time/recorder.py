@@ -107,6 +107,7 @@ class Recorder:
             optimisers have taken, which a resumed run does not begin at 0.
         recorded: how many steps were recorded.
         is_over: whether the recording has ended, by ``stop`` or by an error.
+        has_failed: whether it was an error, which then has been said.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Recorder:
         self.every, self.activations = every, activations
         self.writer = Writer(folder, values=values)
         self.step = self.recorded = 0
-        self.is_over = self.begun = self.is_recorded = self.is_inside = False
+        self.has_failed = self.is_over = self.begun = self.is_recorded = self.is_inside = False
         self.is_training = self.had_backward = False
         self.model: nn.Module | None = None
         self.optimizers: list[Optimizer] = []
@@ -167,7 +168,7 @@ class Recorder:
     def give_up(self, error: Exception) -> None:
         """End the recording with one line; the training goes on."""
         # Hooks stay until ``stop``: torch may be walking through the table of them.
-        self.is_over = True
+        self.is_over = self.has_failed = True
         self.writer.close()
         reason = str(error).partition("\n")[0]
         print(

@@ -5,6 +5,8 @@ import shutil
 
 import pytest
 
+from pytest_gtrainer.over_time.comparing import whole_of
+from pytest_gtrainer.over_time.files import Entry
 from tests.over_time.test_recording import train
 from tests.over_time.trainers import compare
 
@@ -144,3 +146,137 @@ def test_values_name_the_element(tmp_path, capsys):
     (tmp_path / "b" / "rank0.values").unlink()
     status, printed = compare(capsys, tmp_path / "a", tmp_path / "b")
     assert (status, "element [" in printed) == (1, False)
+
+
+def changed_phases(change, *, only=""):
+    """Return an edit that gives the phases of each step, or of one phase, to ``change``."""
+
+    def edit(lines):
+        edited_lines = []
+        for line in lines:
+            content = json.loads(line)
+            for phase, entries in content.get("phases", {}).items():
+                if only in ("", phase):
+                    change(entries)
+            edited_lines.append(json.dumps(content) + "\n")
+        return edited_lines
+
+    return edit
+
+
+def of_two_ranks(folder, to, edit=lambda lines: lines):
+    """Copy a record of one rank as one of two, the second one changed by ``edit``."""
+    edited(folder, to, header({"world_size": 2}))
+    lines = (to / "rank0.jsonl").read_text().splitlines(keepends=True)
+    (to / "rank1.jsonl").write_text("".join(edit(lines)))
+    return to
+
+
+def test_a_record_is_not_compared_with_itself(records, tmp_path, capsys):
+    (tmp_path / "link").symlink_to(records / "a")
+    for other in (records / "a", tmp_path / "link"):
+        status, printed = compare(capsys, records / "a", other)
+        assert status == 2
+        assert printed == f"A and B are one folder, {records / 'a'}: a record is equal to itself\n"
+
+
+@pytest.mark.parametrize(
+    ("phase", "name"), [("gradient", "0.weight"), ("clip", "0.bias"), ("load", "0.weight.exp_avg")]
+)
+def test_a_tensor_that_one_rank_lacks_is_a_difference(records, tmp_path, capsys, phase, name):
+    """Other ranks have the same values, as replicas do."""
+
+    def moments(entries):
+        entries["0.weight.exp_avg"] = [1.0, "f32"]
+
+    a = edited(records / "a", tmp_path / "moments", changed_phases(moments, only="load"))
+    whole = of_two_ranks(a, tmp_path / "a")
+    lost = of_two_ranks(
+        a, tmp_path / "b", changed_phases(lambda entries: entries.pop(name), only=phase)
+    )
+    status, printed = compare(capsys, whole, lost)
+    assert status == 1
+    assert f"first difference: step 0, {phase}: {name}, rank 1: only in A\n" in printed
+    status, printed = compare(capsys, lost, whole)
+    assert f"first difference: step 0, {phase}: {name}, rank 1: only in B\n" in printed
+
+
+def test_another_dtype_names_the_ranks_that_have_it(records, tmp_path, capsys):
+    def narrow(entries):
+        entries["0.weight"][1] = "bf16"
+
+    a = of_two_ranks(records / "a", tmp_path / "a")
+    b = of_two_ranks(records / "a", tmp_path / "b", changed_phases(narrow, only="clip"))
+    status, printed = compare(capsys, a, b)
+    assert status == 1
+    expected = "step 0, clip: 0.weight, rank 1: f32[16, 8] in A, bf16[16, 8] in B"
+    assert f"first difference: {expected}\n" in printed
+
+
+def test_what_was_not_recorded_is_not_equal(records, tmp_path, capsys):
+    """Both sides give the same reason, which says nothing of the values."""
+
+    def unknown(entries):
+        entries["0.weight"] = "not recorded: a meta tensor holds no values"
+
+    edit = changed_phases(unknown, only="clip")
+    a, b = edited(records / "a", tmp_path / "a", edit), edited(records / "a", tmp_path / "b", edit)
+    status, printed = compare(capsys, a, b)
+    assert status == 0
+    assert "not compared, because it was not recorded: clip: 0.weight\n" in printed
+    number = int(printed.partition("equal: ")[2].partition(" ")[0])
+    status, printed = compare(capsys, records / "a", tmp_path / "a")
+    assert status == 1
+    words = "f32[16, 8] in A, not recorded: a meta tensor holds no values in B"
+    assert f"first difference: step 0, clip: 0.weight, rank 0: {words}\n" in printed
+    _, printed = compare(capsys, records / "a", edited(records / "a", tmp_path / "c", list))
+    assert int(printed.partition("equal: ")[2].partition(" ")[0]) == number + 3
+
+
+def test_records_without_values_are_not_equal(records, tmp_path, capsys):
+    edit = changed_phases(dict.clear)
+    a, b = edited(records / "a", tmp_path / "a", edit), edited(records / "a", tmp_path / "b", edit)
+    status, printed = compare(capsys, a, b)
+    assert status == 2
+    assert printed.endswith("no value of one record is compared with one of the other\n")
+
+
+def test_rows_are_counted():
+    """Replicas of a batch are the batch; a row that comes twice on one side is not."""
+
+    def of(*ranks):
+        values = {}
+        for rank, rows in enumerate(ranks):
+            values[rank] = [Entry(tuple(rows), "i64", (len(rows), 8), "rows")]
+        return whole_of(values)
+
+    assert of(["a", "b"]) == of(["a"], ["b"]) == of(["b", "a"], ["a", "b"]) != of(["a"], ["a"])
+    assert of(["a", "b"]) != of(["a", "b"], ["b"])
+
+
+def test_calls_that_one_rank_lacks_are_no_whole():
+    def part(offset):
+        return Entry(("1",), "f32", (4,), ((offset,), (2,)))
+
+    assert whole_of({0: [part(0)], 1: [part(2)]}) is not None
+    assert whole_of({0: [part(0), part(0)], 1: [part(2)]}) is None
+
+
+def test_steps_are_named_as_they_are_compared(records, capsys, tmp_path):
+    other = edited(records / "a", tmp_path / "b", list)
+    status, printed = compare(capsys, records / "a", other, "--at=7")
+    assert status == 2
+    assert printed == "no step is in both records: 0 to 2 in A, 7 to 9 in B\n"
+
+
+def test_files_beside_those_of_ranks(records, tmp_path, capsys):
+    other = edited(records / "a", tmp_path / "b", list)
+    shutil.copy(other / "rank0.jsonl", other / "rank0 copy.jsonl")
+    assert compare(capsys, records / "a", other)[0] == 0
+    (other / "rank0.jsonl").unlink()
+    (other / "rank0.jsonl").mkdir()
+    status, printed = compare(capsys, records / "a", other)
+    assert (status, printed) == (2, f"{other / 'rank0.jsonl'} cannot be read: Is a directory\n")
+    edited(records / "a", tmp_path / "c", header({"world_size": "1"}))
+    status, printed = compare(capsys, records / "a", tmp_path / "c")
+    assert (status, "line 1, is not a line of a record" in printed) == (2, True)

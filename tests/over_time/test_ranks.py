@@ -1,5 +1,6 @@
 """Two real processes: layouts, ranks by name, and another number of ranks."""
 
+import json
 import subprocess
 import sys
 
@@ -27,35 +28,71 @@ SWAPPED = (
 )
 
 
-def record_on_two_ranks(to, script, *arguments):
+# Several records in the same two processes: the start of torch is most of the time of a run.
+DRIVER = """
+import json, sys
+from pathlib import Path
+from pytest_gtrainer.__main__ import main
+for arguments in json.loads(Path(sys.argv[1]).read_text()):
+    print(f"to {arguments[2]}", flush=True)
+    assert main(arguments) == 0, arguments
+"""
+STAY = (
+    ('dist.init_process_group("gloo")', 'dist.is_initialized() or dist.init_process_group("gloo")'),
+    ("        dist.destroy_process_group()\n", "        pass\n"),
+)
+
+
+def on_two_ranks(*command):
+    """Run a command on two ranks, and return the lines that they print."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command = ["-m", "pytest_gtrainer", "record", f"--to={to}", script, *arguments]
     run = subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=180)
     assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()
 
 
 @pytest.mark.second_tier
 def test_mistakes_on_one_rank_and_another_number_of_ranks(tmp_path, capsys):
-    """Z1, Z2, Z3: ranks are named; what two ranks have saved is what one rank loads."""
+    """Z1, Z2, Z3: ranks are named; what two ranks have saved is what one rank loads, and the run
+    goes on with the same bits and losses on two.
+    """
+    good, saved = tmp_path / "good", tmp_path / "step2"
     whole = "--steps=3", "--save-at=2", f"--save={tmp_path}"
-    record_on_two_ranks(tmp_path / "good", SCRIPT, *whole)
+    printed = on_two_ranks("-m", "pytest_gtrainer", "record", f"--to={good}", SCRIPT, *whole)
+    losses = [line for line in printed if line.startswith("step ")]
+    assert len(losses) == 3
+
     changes = {
         "step 1, gradient: head.weight, rank 1": (BATCH, BATCH + UNREDUCED),
         "step 0, random: torch.cpu, rank 1": (DRAWN, DRAWN.replace("1000", "999")),
         "step 0, load: head.weight, ranks 0, 1": (DRAWN, DRAWN + SWAPPED),
     }
-    for named, change in changes.items():
-        record_on_two_ranks(tmp_path / named, planted(tmp_path, change), "--steps=2")
-        status, printed = compare(capsys, tmp_path / "good", tmp_path / named)
-        assert status == 1
-        assert f"first difference: {named}\n" in printed
+    resumed = "--steps=3", f"--resume={saved}"
+    runs = [("resumed", STAY, resumed)]
+    for number, change in enumerate(changes.values()):
+        runs.append((str(number), (*STAY, change), ["--steps=2"]))
+    commands = []
+    for name, planted_changes, arguments in runs:
+        (tmp_path / "scripts" / name).mkdir(parents=True)
+        script = planted(tmp_path / "scripts" / name, *planted_changes)
+        commands.append(["record", "--to", str(tmp_path / name), str(script), *arguments])
+    (tmp_path / "driver.py").write_text(DRIVER)
+    (tmp_path / "commands").write_text(json.dumps(commands))
+    printed = on_two_ranks(tmp_path / "driver.py", tmp_path / "commands")
 
-    resumed = "--steps=3", f"--resume={tmp_path}/step2"
+    status, compared = compare(capsys, good, tmp_path / "resumed")
+    assert status == 0, compared
+    assert losses[2:] == [line for line in printed if line.startswith("step 3")]
+    for number, named in enumerate(changes):
+        status, compared = compare(capsys, good, tmp_path / str(number))
+        assert status == 1
+        assert f"first difference: {named}\n" in compared
+
     assert record(tmp_path / "one", SCRIPT, *resumed) == 0
-    status, printed = compare(capsys, tmp_path / "good", tmp_path / "one")
-    assert "other world_size: 2 in A, 1 in B" in printed
-    assert "because each rank has its own and the ranks are others: loss: root" in printed
-    assert "entries that differ: load 0 of 95, random 0 of 4, data 0 of 1" in printed
+    status, compared = compare(capsys, good, tmp_path / "one")
+    assert "other world_size: 2 in A, 1 in B" in compared
+    assert "because each rank has its own and the ranks are others: loss: root" in compared
+    assert "entries that differ: load 0 of 95, random 0 of 1, data 0 of 1" in compared
 
 
 @pytest.mark.gt_world("ranks", size=4, mesh={"dp": 2, "tp": 2})

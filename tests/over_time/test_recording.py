@@ -195,3 +195,27 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(tmp_path, capsys):
     run = read_run(tmp_path)
     assert list(run.steps) == [0, 1, 2]
     assert run.notes == ["rank 0 was cut after step 2: its last line is missing"]
+
+
+def test_a_recording_that_failed_says_only_why(tmp_path, capsys):
+    """The script did train."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        assert record(tmp_path / "record", SCRIPT, "--steps=1") == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (
+        capsys.readouterr().err == "recording ended at step 0: OSError: [Errno 27] File too large\n"
+    )
+
+
+def test_a_rank_that_is_known_late_names_the_file(tmp_path, monkeypatch):
+    """A script may make its processes and ranks itself."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with record_training(model, optimizer, tmp_path):
+        monkeypatch.setenv("RANK", "3")
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert [path.name for path in tmp_path.iterdir()] == ["rank3.jsonl"]

@@ -17,7 +17,11 @@ def add_commands(commands: Any) -> None:
         "--to", default="record", metavar="FOLDER", help="where the record goes (default: record)"
     )
     record.add_argument(
-        "--every", type=int, default=1, metavar="N", help="record each N-th step, and the first"
+        "--every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="record the first step, and multiples of N",
     )
     record.add_argument(
         "--activations",

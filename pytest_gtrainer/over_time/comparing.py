@@ -31,6 +31,8 @@ PHASES = ("load", "random", "data", "forward", "loss", "gradient", "clip", "opti
 """The phases of a step, in the order in which one is the cause of the next."""
 
 _FIELDS = ("torch", "python", "device", "threads", "world_size", "model", "every", "compiled")
+# Options that say how a step is computed and not what: their names are no cause of a difference.
+_IMPLEMENTATIONS = ("fused", "foreach", "capturable")
 _MOST_SHOWN = 8
 
 
@@ -292,12 +294,14 @@ class _Comparing:
     Attributes:
         skipped: by reason, what was not compared.
         unseeded: generators that the trainer does not seed.
+        implementations: options of an implementation that differ.
     """
 
     def __init__(self, result: Comparison, a_steps: Steps, b_steps: Steps) -> None:
         self.result, self.a_steps, self.b_steps = result, a_steps, b_steps
         self.skipped: dict[str, set[str]] = {}
         self.unseeded: set[str] = set()
+        self.implementations: set[str] = set()
 
     def run(self) -> None:
         """Fill in the result."""
@@ -315,6 +319,9 @@ class _Comparing:
         if self.unseeded:
             names = spell_some(sorted(self.unseeded))
             self.result.notes.append(f"random states that differ from the start: {names}")
+        if self.implementations:
+            names = spell_some(sorted(self.implementations))
+            self.result.notes.append(f"options of an implementation that differ: {names}")
         for reason, skipped in self.skipped.items():
             names = spell_some(sorted(skipped))
             self.result.notes.append(f"not compared, {reason}: {names}")
@@ -343,19 +350,25 @@ class _Comparing:
                 self.skipped.setdefault(str(reason), set()).add(f"{phase}: {name}")
                 continue
             number += 1
-            if difference is None:
-                continue
-            if phase == "random" and not name.startswith("torch"):
-                # Generators that the trainer does not seed begin anywhere.
-                if step == self.result.steps[0]:
-                    self.unseeded.add(name)
-                if name in self.unseeded:
-                    continue
-            found.append(difference)
+            if difference is not None and not self._is_of_surroundings(difference):
+                found.append(difference)
         self.result.compared += number
         self.result.counts[phase] = len(found), number
         if not self.result.differences:
             self.result.differences = found
+
+    def _is_of_surroundings(self, difference: Difference) -> bool:
+        """Return whether a difference is only said, and the search goes on."""
+        name = difference.name
+        if _is_option(name) and name.rpartition(".")[2] in _IMPLEMENTATIONS:
+            self.implementations.add(name)
+            return True
+        if difference.phase != "random" or name.startswith("torch"):
+            return False
+        # Generators that the trainer does not seed begin anywhere.
+        if difference.step == self.result.steps[0]:
+            self.unseeded.add(name)
+        return name in self.unseeded
 
     def _entries(self, step: int, phase: str) -> tuple[dict[str, Values], dict[str, Values]]:
         """Return what both sides have of a phase by name.

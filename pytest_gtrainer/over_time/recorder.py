@@ -495,7 +495,7 @@ def record_training(
         model: the module that the loop calls, wrapped and sharded as it is trained.
         optimizer: the optimiser of the model, or several.
         folder: where the record goes. It must not hold one.
-        every: record each so many steps, and the first one.
+        every: record the first step, and those whose number is a multiple of it.
         activations: patterns of names of modules, as ``"layers.*"``, whose results are recorded.
         values: also keep all bytes, so that ``compare`` names elements. They are copied to the host
             and written step by step.

@@ -280,3 +280,23 @@ def test_files_beside_those_of_ranks(records, tmp_path, capsys):
     edited(records / "a", tmp_path / "c", header({"world_size": "1"}))
     status, printed = compare(capsys, records / "a", tmp_path / "c")
     assert (status, "line 1, is not a line of a record" in printed) == (2, True)
+
+
+def test_an_option_that_chooses_an_implementation_is_said(records, tmp_path, capsys):
+    """What it computes is compared; a rate that differs is a difference."""
+
+    def fused(entries):
+        entries["param_groups.0.fused"] = True
+
+    other = edited(records / "a", tmp_path / "b", changed_phases(fused, only="optimiser"))
+    status, printed = compare(capsys, records / "a", other)
+    assert status == 0
+    assert "options of an implementation that differ: param_groups.0.fused\n" in printed
+
+    def narrow(entries):
+        fused(entries)
+        entries["0.weight"][1] = "bf16"
+
+    other = edited(records / "a", tmp_path / "c", changed_phases(narrow, only="optimiser"))
+    status, printed = compare(capsys, records / "a", other)
+    assert "first difference: step 0, optimiser: 0.weight, rank 0: " in printed

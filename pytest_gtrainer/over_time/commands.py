@@ -32,6 +32,7 @@ def record(options: argparse.Namespace) -> int:
     except ValueError as error:
         return _complain(str(error))
 
+    # The script finds what it would find without a recorder: its arguments, its folder first.
     sys.argv = [options.script, *options.arguments]
     recorder.start()
     try:
@@ -42,7 +43,11 @@ def record(options: argparse.Namespace) -> int:
             sys.path.insert(0, os.path.dirname(os.path.abspath(options.script)))
             runpy.run_path(options.script, run_name="__main__")
     except SystemExit as error:
-        recorder.stop(error if error.code else None)
+        # exit() and exit(0) are an end in order.
+        ended_by = None
+        if error.code:
+            ended_by = error
+        recorder.stop(ended_by)
         if error.code:
             raise
     except BaseException as error:

@@ -71,11 +71,13 @@ def entry_of(value: Any, *, keep: bool = False) -> Any:
     """
     if not isinstance(value, Tensor):
         return value
-    shape, part, local = list(value.shape), None, value
+    shape: list[int] = list(value.shape)
+    part = None
     if is_dtensor(value):
-        part, local = _part_of(value), plain(local_part(value))
+        part = _part_of(value)
+        local = plain(local_part(value))
     else:
-        local = plain(local)
+        local = plain(value)
     dtype = spell_dtype(value.dtype)
     if not shape and not local.is_complex():
         # Integers of 64 bits are no floats; and without a copy, a number of 64 bits would be read
@@ -88,7 +90,10 @@ def entry_of(value: Any, *, keep: bool = False) -> Any:
         numbers = fingerprint(local, part[0], shape)
     else:
         numbers = fingerprint(local)
-    kept = byte_view(local).clone().cpu() if keep else None
+    kept = None
+    if keep:
+        # A clone first: on the host the view itself would be kept, which the trainer changes.
+        kept = byte_view(local).clone().cpu()
     return Waiting(numbers.view(1), [dtype, shape, part], kept)
 
 
@@ -164,18 +169,25 @@ class Writer:
         by_kind: dict[Any, list[Waiting]] = {}
         for entry in waiting:
             by_kind.setdefault((entry.numbers.device, entry.numbers.dtype), []).append(entry)
+        # Each copy to the host waits for the device: one brings all numbers of a dtype.
         resolved = {}
         for entries in by_kind.values():
-            numbers = iter(torch.cat([entry.numbers for entry in entries]).tolist())
+            numbers = torch.cat([entry.numbers for entry in entries]).tolist()
+            begin = 0
             for entry in entries:
-                resolved[id(entry)] = [next(numbers) for _ in range(len(entry.numbers))]
+                end = begin + len(entry.numbers)
+                resolved[id(entry)] = numbers[begin:end]
+                begin = end
 
         def spell(entry: Waiting) -> list[Any]:
             numbers = resolved[id(entry)]
             if len(entry.rest) == 1:
                 return [numbers[0], *entry.rest]
+            # Signed on the device, and without a sign where parts are added up.
             shown = [f"{number % MODULUS:016x}" for number in numbers]
-            first = shown if entry.rest[2] == "rows" else shown[0]
+            first: Any = shown[0]
+            if entry.rest[2] == "rows":
+                first = shown
             return [first, *entry.rest, *self._keep(entry.value)]
 
         self._line({"step": number, "phases": phases}, default=spell)
@@ -189,11 +201,15 @@ class Writer:
 
     def end(self, error: BaseException | None) -> None:
         """Write how the run ended."""
-        self._line({"end": "" if error is None else type(error).__name__})
+        name = ""
+        if error is not None:
+            name = type(error).__name__
+        self._line({"end": name})
 
     def _line(self, content: Any, **how: Any) -> None:
         assert self.file is not None
         line = json.dumps(content, separators=(",", ":"), **how)
+        # The bytes first: a line must not name a place that a dying process has not written.
         if self.bytes is not None:
             self.bytes.flush()
         self.file.write(line.encode() + b"\n")
@@ -210,7 +226,9 @@ class Writer:
 def _waiting(phases: Entries) -> Iterator[Waiting]:
     for entries in phases.values():
         for entry in entries.values():
-            calls = entry["calls"] if isinstance(entry, dict) else [entry]
+            calls = [entry]
+            if isinstance(entry, dict):
+                calls = entry["calls"]
             for each in calls:
                 if isinstance(each, Waiting):
                     yield each
@@ -266,7 +284,9 @@ def _parsed(content: Any) -> list[Entry]:
         part = (tuple(map(int, offsets)), tuple(map(int, sizes)))
         if {len(part[0]), len(part[1])} != {len(shape)}:
             raise ValueError("offsets and sizes are of another number of dimensions")
-    place = (int(places[0][0]), int(places[0][1])) if places else None
+    place = None
+    if places:
+        place = int(places[0][0]), int(places[0][1])
     return [Entry(tuple(numbers), str(dtype), tuple(map(int, shape)), part, place)]
 
 
@@ -381,7 +401,9 @@ def values_of(folder: Path, rank: int, entry: Entry) -> Tensor | None:
     with path.open("rb") as file:
         file.seek(max(0, entry.place[0]))
         content = bytearray(file.read(max(0, entry.place[1])))
-    shape = entry.part[1] if isinstance(entry.part, tuple) else entry.shape
+    shape = entry.shape
+    if isinstance(entry.part, tuple):
+        shape = entry.part[1]
     dtype = dtypes[entry.dtype]
     if len(content) != prod(shape) * dtype.itemsize or not content:
         return None

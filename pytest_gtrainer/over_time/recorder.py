@@ -47,7 +47,7 @@ from pytest_gtrainer.over_time import found
 from pytest_gtrainer.over_time.files import Writer, entry_of, rank_of_process, rows_of
 
 Hook = Callable[..., None]
-# Of calls of models before there is an optimiser of theirs, so many are looked at: each costs a walk
+# Models may be called before an optimiser is made. So many calls are looked at: each costs a walk
 # over all objects of the process.
 _MOST_LOOKS = 16
 
@@ -214,8 +214,8 @@ class Recorder:
             # Hooks that are made within a call are not called before it.
             self._enter_training()
             return
-        # A teacher, or a first call that shows shapes. The module itself may get an optimiser later;
-        # what it calls is not looked at again.
+        # A teacher, or a first call that shows shapes. The module itself may get an optimiser
+        # later; what it calls is not looked at again.
         self.looked_at.update(module.modules())
         self.looked_at.discard(module)
         self.looks += 1
@@ -231,6 +231,7 @@ class Recorder:
     def _begin(self) -> None:
         """Write the header, and what the first step starts with."""
         self.begun = self.is_recorded = True
+        # A resumed run counts on from the steps that its optimisers have taken.
         for optimizer in self.optimizers:
             for state in optimizer.state.values():
                 if isinstance(state, Mapping) and "step" in state:
@@ -244,6 +245,7 @@ class Recorder:
 
     def _next_step(self) -> None:
         self.step += 1
+        # What was gathered since the last line belongs to a step that nobody ended.
         self.stepped.clear()
         self.phases = {}
         # A resumed run records the same steps as the whole one.
@@ -256,6 +258,8 @@ class Recorder:
             self._add(
                 "load", ((f"beside {name}.{key}", tensor) for key, tensor in _state_of(module))
             )
+
+    # Entries are read at once, on the device: trainers go on to change the tensors in place.
 
     def _add(self, phase: str, tensors: Iterable[tuple[str, Any]]) -> None:
         entries = self.phases.setdefault(phase, {})
@@ -271,7 +275,8 @@ class Recorder:
             if rows:
                 return rows_of(value)
             return entry_of(value, keep=self.writer.values)
-        except NoBytes as error:
+        except (NoBytes, NotImplementedError) as error:
+            # Tensors inside of a transform of torch.func have no storage: the latter.
             return f"not recorded: {error}"
 
     @_hook(always=True)

@@ -292,3 +292,21 @@ def test_nothing_is_read_while_a_graph_of_the_device_is_captured(tmp_path, monke
     assert recorder.recorded == 0
     assert not recorder.phases
     assert not capsys.readouterr().err
+
+
+def test_a_model_inside_a_transform_does_not_end_the_recording(tmp_path, capsys):
+    """Gradients of each row, as in private training, call the model with tensors of functorch."""
+    model, optimizer = made()
+
+    def loss(parameters, row):
+        return torch.func.functional_call(model, parameters, (row,)).sum()
+
+    of_rows = torch.func.vmap(torch.func.grad(loss), (None, 0))
+    with record_training(model, optimizer, tmp_path) as recorder:
+        for _ in range(2):
+            parameters = {name: each.detach() for name, each in model.named_parameters()}
+            of_rows(parameters, torch.ones(3, 4))
+            step(model, optimizer)
+    assert recorder.recorded == 2
+    assert not capsys.readouterr().err
+    assert "0.weight" in read_run(tmp_path).steps[1]["clip"]

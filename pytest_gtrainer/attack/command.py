@@ -50,31 +50,41 @@ def _fuzz(given: argparse.Namespace) -> int:
         print(f"fuzz: {line}", file=sys.stderr, flush=True)
 
     for name in ("minutes", "nodes", "failures", "timeout"):
-        if getattr(given, name) <= 0:
+        if not getattr(given, name) > 0:  # so that nan is refused, too
             raise UsageError(f"--{name}={getattr(given, name)}: give a number above 0")
     if given.ranks < 0 or given.ranks == 1:
         raise UsageError(f"--ranks={given.ranks}: give 2 or more, or 0 for graphs of one rank")
     check_kind(given.at_least)
-    a_pass, name = load_pass(given.gt_pass), given.gt_pass.rpartition(":")[2]
+    a_pass, name = load_pass(given.gt_pass, "--gt-pass"), given.gt_pass.rpartition(":")[2]
+    try:
+        given.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--folder={given.folder} cannot be made: {error}") from None
     text = f"# gtrainer graph v2\n# mesh: dp={given.ranks}\n" if given.ranks else ""
-    begun = time.monotonic()
+    begun, is_interrupted = time.monotonic(), False
     with world_of(text) as ranks:
         limited = with_limit(a_pass, given.timeout)
         fuzzer = Fuzzer(limited, name, given.at_least, ranks, given.folder, note)
         try:
             fuzzer.run(given.seed, 60 * given.minutes, given.nodes, given.failures)
         except KeyboardInterrupt:
+            is_interrupted = True
             note("interrupted")
     note(fuzzer.state(time.monotonic() - begun))
     for words, count in (fuzzer.refused + fuzzer.unknown).most_common(5):
         note(f"not judged, {count} times: {words}")
     proven = fuzzer.changed - fuzzer.unknown.total()
-    if proven < 1:
+    others = fuzzer.refused.total() + fuzzer.unknown.total()
+    if fuzzer.found:
+        return 1
+    if proven <= others:
         note(
-            f"nothing is proven: {name} changed none of the graphs that could be judged. Rules for "
-            "passes of other kinds: python -m pytest --pyargs pytest_gtrainer.conformance"
+            f"too little is proven: of {fuzzer.tried} graphs {name} changed {proven} that could be "
+            f"judged, and {others} were refused or could not be. Rules for passes of other kinds: "
+            "python -m pytest --pyargs pytest_gtrainer.conformance"
         )
-    return 0 if proven > 0 and not fuzzer.found else 1
+        return 1
+    return 130 if is_interrupted else 0
 
 
 class _Reduce:
@@ -82,13 +92,19 @@ class _Reduce:
 
     def __init__(self, given: argparse.Namespace) -> None:
         self._given = given
+        if not given.timeout > 0:
+            raise UsageError(f"--timeout={given.timeout}: give seconds above 0")
         self._output = given.output or given.file.with_suffix(".reduced.fxgraph")
         self._said = 0.0
         try:
             source = given.file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{given.file} cannot be read: {error}") from None
-        self._digest = hashlib.sha256(source.encode()).hexdigest()[:12]
+        # Of another oracle the smallest graph is another one.
+        asked = f"{source} {given.proof} {given.at_least} {given.test}"
+        self._digest = hashlib.sha256(asked.encode()).hexdigest()[:12]
+        if self._output.is_dir() or not self._output.parent.is_dir():
+            raise UsageError(f"--output={self._output} is no file of a folder that exists")
         self._text = self._begin(source)
 
     def _begin(self, source: str) -> str:
@@ -98,8 +114,8 @@ class _Reduce:
             text = self._output.read_text(encoding="utf-8")
             if f"# note: reduced from {self._digest}" not in text:
                 raise UsageError(
-                    f"{self._output} exists and was not reduced from {self._given.file}: remove it, "
-                    "or give another --output"
+                    f"{self._output} exists and was not reduced from {self._given.file} by the same "
+                    "pass or command: remove it, or give another --output"
                 )
             self._say(f"goes on with {self._output}")
         try:
@@ -146,7 +162,7 @@ class _Reduce:
 
     def _tell_other(self, text: str, failure: Failure) -> None:
         path = self._output.with_suffix(".other.fxgraph")
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
         self._say(f"another graph fails otherwise, with {failure.kind}: it is in {path}")
 
     def _count(self, text: str) -> int:

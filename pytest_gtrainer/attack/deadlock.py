@@ -1,7 +1,8 @@
 """Say whether ranks that run these graphs wait for each other for ever, without running them."""
 
+import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, fx
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.passes import WAITS
 from pytest_gtrainer._torch.process_groups import group_ranks, names_of_live_groups
-from pytest_gtrainer._torch.values import OpOverload, schema
+from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, schema
 from pytest_gtrainer.attack.queues import (
     RECEIVE,
     SEND,
@@ -31,31 +32,32 @@ from pytest_gtrainer.graph.collectives import (
     reduction_of,
 )
 from pytest_gtrainer.graph.foreign import AnyGraph, adopt
-from pytest_gtrainer.graph.nodes import argument_of, graphs_called, node_fqn, short_name
+from pytest_gtrainer.graph.nodes import argument_of, graphs_called, is_view, node_fqn, short_name
 from pytest_gtrainer.graph.same_on_ranks import dtype_text, nodes_within
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
-_EVEN = ("all_reduce", "all_gather", "reduce_scatter")
+_FUNCTIONAL = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
+_EVEN = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 """Collectives whose payloads have one size on all ranks."""
 
 
 @dataclass(frozen=True)
 class Send:
-    """A node that sends to a rank of the world."""
+    """A node that sends to another rank, counted in the world."""
 
     to: int
 
 
 @dataclass(frozen=True)
 class Receive:
-    """A node that receives from a rank of the world."""
+    """A node that receives from another rank, counted in the world."""
 
     source: int
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A node that all these ranks of the world have to reach."""
+    """A node that all these ranks have to reach, counted in the world; its own rank is one."""
 
     ranks: Sequence[int]
 
@@ -112,6 +114,12 @@ def assert_no_deadlock(
     by_rank = _by_rank(graphs)
     reader = _Reader(groups or {}, communications or {}, sorted(by_rank))
     schedules = {rank: reader.schedule(rank, own) for rank, own in by_rank.items()}
+    unused = set(communications or {}) - reader.used
+    if unused:
+        raise ValueError(
+            f"no graph calls {', '.join(sorted(unused))}: communications= takes names of operators "
+            'without an overload, such as "mine::send"'
+        )
     if not any(schedules.values()):
         raise ValueError(
             "no graph communicates, so no rank could wait: name operators of your own in "
@@ -134,6 +142,10 @@ def assert_no_deadlock(
 
 def _by_rank(graphs: AnyGraph | Mapping[int, Any]) -> dict[int, list[fx.GraphModule]]:
     if not isinstance(graphs, Mapping):
+        if isinstance(graphs, list | tuple):
+            raise ValueError(
+                "which rank runs which of these graphs? Give {rank: graph}, or {rank: [graph, ...]}"
+            )
         if not dist.is_initialized():
             raise ValueError(
                 "one graph for all ranks needs a world: mark the test gt_world, or give a graph "
@@ -154,69 +166,106 @@ class _Reader:
         self, groups: Groups, communications: Mapping[str, Communication], ranks: Sequence[int]
     ) -> None:
         self._groups, self._communications, self._ranks = groups, communications, ranks
+        self.used: set[str] = set()
 
     def schedule(self, rank: int, graphs: Sequence[fx.GraphModule]) -> Schedule:
         """Return the launches and waits of a rank, in the order of its graphs."""
         steps: list[Launch | Wait] = []
         for gm in graphs:
-            started: dict[fx.Node, int] = {}
+            self._started: dict[fx.Node, int] = {}
             for node in gm.graph.nodes:
-                self._read(node, rank, steps, started)
+                self._read(node, rank, steps)
         return steps
 
-    def _read(
-        self, node: fx.Node, rank: int, steps: list[Launch | Wait], started: dict[fx.Node, int]
-    ) -> None:
+    def _read(self, node: fx.Node, rank: int, steps: list[Launch | Wait]) -> None:
+        self._refuse_hidden(node)
         own = self._declared(node, rank)
         if own is not None:
-            steps.append(own)
-            steps.append(Wait(len(steps) - 1))
+            steps += [own, Wait(len(steps))]
         elif node.target in WAITS:
             for waited in node.all_input_nodes:
-                launch = started.get(_launch_of(waited))
+                launch = self._launch_of(waited)
                 if launch is not None:
                     steps.append(Wait(launch))
-        elif any(launches(inner.target) for inner in self._inside(node)):
-            raise ValueError(
-                f"{node.name} calls a graph that communicates: put its nodes into the graph that "
-                "calls it"
-            )
         elif launches(node.target):
-            started[node] = len(steps)
+            self._started[node] = len(steps)
             steps.append(self._launch(node, rank))
+            # Only functional collectives return before they are complete.
+            if not is_functional(node):
+                steps.append(Wait(len(steps) - 1))
 
-    def _inside(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Yield the nodes of graphs that a node calls."""
+    def _refuse_hidden(self, node: fx.Node) -> None:
+        """Refuse what communicates or waits inside of a node.
+
+        Raises:
+            ValueError: a graph that it calls, or an operator that it is given to call.
+        """
+        hidden = []
         for gm in graphs_called(node.graph.owning_module, node):
-            yield from nodes_within(gm)
+            hidden += [inner.target for inner in nodes_within(gm)]
+        if isinstance(node.target, HigherOrderOperator):
+            hidden += [given for given in node.args if isinstance(given, OpOverload)]
+        for target in hidden:
+            is_own = isinstance(target, OpOverload) and schema(target).name in self._communications
+            if launches(target) or target in WAITS or is_own:
+                raise ValueError(
+                    f"{node.name} calls {target} inside, in an order that this graph does not show: "
+                    "put it into the graph that is judged"
+                )
+
+    def _launch_of(self, node: fx.Node) -> int | None:
+        """Return the place of the launch that a wait of this value waits for.
+
+        Raises:
+            ValueError: nobody knows it.
+        """
+        made = node
+        while made not in self._started:
+            takes_item = made.target is operator.getitem
+            if not takes_item and not is_view(made.target):
+                # A value that no communication makes is there at once, as an input is.
+                if made.op != "placeholder" and any(map(self._may_start, made.all_input_nodes)):
+                    raise ValueError(
+                        f"{node.name} is waited for, and nobody knows which communication makes it"
+                    )
+                return None
+            made = made.all_input_nodes[0]
+        return self._started[made]
+
+    def _may_start(self, node: fx.Node) -> bool:
+        return node in self._started
 
     def _declared(self, node: fx.Node, rank: int) -> Launch | None:
         if not isinstance(node.target, OpOverload):
             return None
-        communication = self._communications.get(schema(node.target).name)
+        name = schema(node.target).name
+        communication = self._communications.get(name)
         if communication is None:
             return None
+        self.used.add(name)
         given = communication(node, rank)
         if isinstance(given, Collective):
-            ranks = tuple(given.ranks)
+            ranks = tuple(sorted(given.ranks))
+            if rank not in ranks:
+                raise ValueError(f"rank {rank} is none of the ranks of its {name}: {list(ranks)}")
             operation = Operation(short_name(node), ranks)
-            return Launch((operation,), f"{node.target} {ranks}", _where(node))
-        operation = _message(given, rank)
-        return Launch((operation,), _pair(operation), _where(node))
+            return Launch((operation,), f"{name} {ranks}", _where(node))
+        message = _message(given, rank)
+        return Launch((message,), _pair(message, name.partition("::")[0]), _where(node))
 
     def _launch(self, node: fx.Node, rank: int) -> Launch:
         name = short_name(node)
         ranks = self._ranks_of(node, rank)
+        group = f"{group_of(node)} {list(ranks)}"
         if name in ("isend", "irecv", "send", "recv_"):
-            operation = _message(_end(name, node, ranks), rank)
-            return Launch((operation,), _pair(operation), _where(node))
-        group = f"group {list(ranks)}"
+            place = argument_of(node, "dst" if "send" in name else "src")
+            message = _message(_end(name, place, ranks, node), rank)
+            return Launch((message,), _pair(message, group), _where(node))
         if name == "batch_p2p_ops":
             operations = []
-            kinds, peers = argument_of(node, "op_list"), argument_of(node, "peer_list")
-            for kind, peer in zip(kinds, peers, strict=True):
-                end = Send(ranks[peer]) if "send" in kind else Receive(ranks[peer])
-                operations.append(_message(end, rank))
+            kinds, places = argument_of(node, "op_list"), argument_of(node, "peer_list")
+            for kind, place in zip(kinds, places, strict=True):
+                operations.append(_message(_end(kind, place, ranks, node), rank))
             return Launch(tuple(operations), group, _where(node))
         operation = Operation(kind_of(node) or name, ranks, _payload(node))
         return Launch((operation,), group, _where(node))
@@ -242,48 +291,63 @@ class _Reader:
                 f"groups={{{name!r}: [[0, 1], ...]}}"
             )
         for ranks in partition:
+            if not isinstance(ranks, list | tuple | range):
+                raise ValueError(
+                    f"groups={{{name!r}: {partition}}}: give the ranks of every group of that name, "
+                    f"[[0, 1], ...]"
+                )
             if rank in ranks:
                 return tuple(ranks)
         raise ValueError(f"rank {rank} is in no group of {name!r}: {partition}")
 
 
-def _launch_of(node: fx.Node) -> fx.Node:
-    """Return the launch whose result this is, or an item of it."""
-    while node.op == "call_function" and not isinstance(node.target, OpOverload):
-        if not node.all_input_nodes:
-            break
-        node = node.all_input_nodes[0]
-    return node
+def is_functional(node: fx.Node) -> bool:
+    """Return whether an operator returns a value that has to be waited for."""
+    return isinstance(node.target, OpOverload) and node.target.namespace in _FUNCTIONAL
 
 
-def _end(name: str, node: fx.Node, ranks: Sequence[int]) -> Send | Receive:
-    """Return the end of a message; its other rank is counted in the group."""
-    if "send" in name:
-        return Send(ranks[argument_of(node, "dst")])
-    return Receive(ranks[argument_of(node, "src")])
+def _end(kind: str, place: int, ranks: Sequence[int], node: fx.Node) -> Send | Receive:
+    """Return the end of a message; its other rank is counted in the group.
+
+    Raises:
+        ValueError: the group has no such rank.
+    """
+    if not 0 <= place < len(ranks):
+        raise ValueError(
+            f"{node.name} names rank {place} of a group of {len(ranks)}: ranks of messages are "
+            "counted in their group"
+        )
+    return Send(ranks[place]) if "send" in kind else Receive(ranks[place])
 
 
 def _message(end: Any, rank: int) -> Operation:
-    if isinstance(end, Send):
+    if isinstance(end, Send) and end.to != rank:
         return Operation(SEND, (rank, end.to))
-    if isinstance(end, Receive):
+    if isinstance(end, Receive) and end.source != rank:
         return Operation(RECEIVE, (end.source, rank))
+    if isinstance(end, Send | Receive):
+        raise ValueError(f"rank {rank} has a message with itself: {end}")
     raise ValueError(f"a communication is Send, Receive or Collective; not {end!r}")
 
 
-def _pair(operation: Operation) -> str:
-    """Return the queue of messages between two ranks, in both directions."""
-    return f"messages of {sorted(operation.ranks)}"
+def _pair(message: Operation, group: str) -> str:
+    """Return the queue of messages between two ranks in a group, in both directions."""
+    return f"messages of {sorted(message.ranks)} in {group}"
 
 
 def _payload(node: fx.Node) -> str:
-    """Return what has to be equal on all ranks: dtype and reduction, and the size where it is."""
+    """Return what has to be equal on all ranks: dtype and reduction, root, and size where it is."""
     parts = []
     reduction = reduction_of(node)
     if reduction is not None:
         parts.append(reduction)
-    for operand in node.all_input_nodes:
-        value = operand.meta.get("val")
+    root = argument_of(node, "src", "root", "dst")
+    if root is not None:
+        parts.append(f"root {root}")
+    sent = node.args[0] if node.args else None
+    given = sent if isinstance(sent, list | tuple) else [sent]
+    for operand in given:
+        value = operand.meta.get("val") if isinstance(operand, fx.Node) else None
         if isinstance(value, Tensor):
             size = f"[{value.numel()}]" if kind_of(node) in _EVEN else ""
             parts.append(f"{dtype_text(value)}{size}")

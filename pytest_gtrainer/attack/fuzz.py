@@ -14,12 +14,13 @@ from pytest_gtrainer import graphtext
 from pytest_gtrainer.attack.extract import computed, inputs_of
 from pytest_gtrainer.attack.generate import generate
 from pytest_gtrainer.attack.oracles import NOT_JUDGED, Failure, by_proof, judge_graphs
-from pytest_gtrainer.attack.reduce import Reduction, bare, pass_file, write_whole
+from pytest_gtrainer.attack.reduce import Reduction, pass_file, write_whole
+from pytest_gtrainer.facts import counted
 from pytest_gtrainer.graphtext import header
 from pytest_gtrainer.passes.graph_pass import Pass, lint, returned
 
 REFUSALS = (ValueError, NotImplementedError)
-"""Errors by which a pass says that a graph is not for it."""
+"""Errors by which a pass says that a graph is not for it. If it says so of most, nothing is proven."""
 
 
 @dataclass
@@ -70,11 +71,11 @@ class Fuzzer:
         """Return how far the run is, in a line."""
         return (
             f"{self.tried} graphs in {seconds:.0f} s, {self.changed} changed, "
-            f"{len(self.found)} failures"
+            f"{counted(len(self.found), 'failure')}"
         )
 
     def _try(self, seed: int, nodes: int) -> None:
-        gm = generate(seed, nodes, self.ranks).gm
+        gm = generate(seed, nodes, self.ranks)
         self.tried += 1
         before = fx.GraphModule(gm, copy.deepcopy(gm.graph))
         old = _shape(gm)
@@ -84,46 +85,63 @@ class Fuzzer:
         except REFUSALS as error:
             self.refused[str(error).partition("\n")[0]] += 1
             return
-        except Exception:
+        except Exception as error:
+            words = f"the pass raises {type(error).__name__}: {error}".partition("\n")[0]
+            failure = Failure(type(error).__name__, words)
             self.changed += 1
-            self._report(before, seed)
+            self._report(before, seed, nodes, failure)
             return
         if _shape(after) == old:
             return
         self.changed += 1
-        failure = judge_graphs(after, before, self.at_least, self.ranks)
-        if failure is None:
-            return
-        if failure.kind in NOT_JUDGED:
-            self.unknown[failure.words] += 1
-            return
-        self._report(before, seed)
+        found = judge_graphs(after, before, self.at_least, self.ranks)
+        if found is not None and found.kind in NOT_JUDGED:
+            self.unknown[found.words] += 1
+        elif found is not None:
+            self._report(before, seed, nodes, found)
 
-    def _report(self, before: fx.GraphModule, seed: int) -> None:
-        """Reduce the graph of a failure and write it."""
-        judge = by_proof(self.a_pass, self.at_least)
+    def _report(self, before: fx.GraphModule, seed: int, nodes: int, failure: Failure) -> None:
+        """Write the graph of a failure, then reduce it and write what is left."""
         text = graphtext.render(before)
         if self.ranks:
             fields = {"world": f"fake {self.ranks}", "mesh": f"dp={self.ranks}"}
             text = "\n".join([*header.write(fields), header.body(text)])
-        failure = judge(text)
-        if failure is None or failure.kind in NOT_JUDGED:
-            # The text says all that the graph is, so this is a pass that remembers.
-            failure = failure or Failure("not again", "the same graph, run again, does not fail")
-            self.unknown[f"seed {seed}: {failure.words}"] += 1
+        made = f"seed {seed}, {nodes} nodes, {self.ranks} ranks"
+        path = self._free_path(seed)
+        self.found[made] = path
+        # At once: a run that is interrupted while it reduces has found it all the same.
+        self._write(path, text, f"{made}: {failure.words}")
+
+        judge = by_proof(self.a_pass, self.at_least)
+        again = judge(text)
+        if again is None or again.kind in NOT_JUDGED:
+            words = "the same graph, run again, does not fail: the pass remembers, or draws"
+            self._write(path, text, f"{made}: {failure.words}; {words}")
+            self.note(f"{path}\n{failure.kind}: {failure.words}\n{words}")
             return
-        reduction = Reduction(text, failure, judge, lambda _: None, self.note)
+        reduction = Reduction(text, again, judge, lambda _: None, self.note)
         reduction.run()
         operators = sorted({str(node.target) for node in computed(reduction.graph())})
         which = f"{reduction.failure.kind}: {', '.join(operators)}"
+        del self.found[made]
         if which in self.found:
+            path.unlink()  # it was seen before
             return
-        path = self.folder / f"{self.name}_{seed}.fxgraph"
-        note = f"found by fuzzing with seed {seed}: {reduction.failure.words}"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, pass_file(bare(reduction.text), note, self.name, self.at_least))
         self.found[which] = path
+        self._write(path, reduction.text, f"{made}: {reduction.failure.words}")
         self.note(f"{path}\n{reduction.failure.kind}: {reduction.failure.words}")
+
+    def _free_path(self, seed: int) -> Path:
+        """Return a name that no file has: those of earlier runs stay."""
+        path, count = self.folder / f"{self.name}_{seed}.fxgraph", 1
+        while path.exists():
+            count += 1
+            path = self.folder / f"{self.name}_{seed}_{count}.fxgraph"
+        return path
+
+    def _write(self, path: Path, text: str, words: str) -> None:
+        note = f"found by fuzzing with {words}"
+        write_whole(path, pass_file(text, note, self.name, self.at_least))
 
 
 def _shape(gm: fx.GraphModule) -> list[Any]:

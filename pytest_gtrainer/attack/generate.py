@@ -3,7 +3,7 @@
 A graph is a function of its inputs: memory that nobody has written is not read.
 """
 
-import operator
+import operator as python
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,30 +38,20 @@ _FRESH = (aten.empty_like, aten.zeros_like, aten.ones_like, aten.rand_like, aten
 _WRITES = (aten.add_.Tensor, aten.mul_.Tensor, aten.copy_.default)
 _REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default)
 _COMPARISONS = (aten.gt.Tensor, aten.le.Tensor, aten.eq.Tensor)
+_MOST_ELEMENTS = 2**14
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
-@dataclass
-class Generated:
-    """A graph, and what made it.
-
-    Attributes:
-        seed: makes the same graph again, with the same number of nodes and ranks.
-    """
-
-    gm: fx.GraphModule
-    seed: int
-
-
-def generate(seed: int, nodes: int = 60, ranks: int = 0) -> Generated:
+def generate(seed: int, nodes: int = 60, ranks: int = 0) -> fx.GraphModule:
     """Return a graph of about as many nodes.
 
     Args:
-        seed: of everything that is drawn.
+        seed: of everything that is drawn; it makes the same graph again, with the same number of
+            nodes and ranks.
         nodes: how many operators are tried; some do not fit.
         ranks: with 2 or more the graph has collectives. A world of this size has to be up.
     """
-    return Generated(_Maker(seed, ranks).make(nodes), seed)
+    return _Maker(seed, ranks).make(nodes)
 
 
 @dataclass
@@ -72,6 +62,7 @@ class _Maker:
     ranks: int
     graph: fx.Graph = field(default_factory=fx.Graph)
     floats: list[fx.Node] = field(default_factory=list)
+    started: list[fx.Node] = field(default_factory=list)
     unwritten: list[fx.Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -81,11 +72,15 @@ class _Maker:
     def make(self, nodes: int) -> fx.GraphModule:
         for place in range(self.dice.randint(2, 5)):
             shape = [self.dice.choice(self.sizes) for _ in range(self.dice.randint(1, 3))]
+            if self.dice.random() < 0.2:
+                shape[self.dice.randrange(len(shape))] = 1
             self._input(f"x{place}", torch.float32, shape)
         self.places = self._input("places", torch.int64, [self.dice.choice(self.sizes)])
         steps = self._steps()
         for _ in range(nodes):
             self.dice.choice(steps)()
+        for launch in list(self.started):
+            self._wait(launch)
         # What nobody has written is no result, and nobody may read it.
         for buffer in list(self.unwritten):
             self._write_whole(buffer)
@@ -115,13 +110,17 @@ class _Maker:
             self._join,
             self._cut,
             self._look_up,
+            self._spread,
         ]
         if self.ranks > 1:
             steps += [self._communicate] * 4
+            steps += [self._wait_for_one] * 3
         return steps
 
     def _input(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> fx.Node:
         value = torch.zeros(*shape, dtype=dtype)
+        if len(shape) > 1 and self.dice.random() < 0.2:
+            value = torch.zeros(*shape[::-1], dtype=dtype).permute(*range(len(shape))[::-1])
         node = self.graph.placeholder(name)
         node.meta.update(val=value, gt_input={"kind": "input", "fqn": name})
         if dtype.is_floating_point:
@@ -137,6 +136,10 @@ class _Maker:
             value = target(*values[0], **values[1])
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
             return None
+        # With many ranks a gather of a gather would fill the memory.
+        for each in pytree.tree_leaves(value):
+            if isinstance(each, Tensor) and each.numel() > _MOST_ELEMENTS:
+                return None
         node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = value
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
@@ -168,7 +171,11 @@ class _Maker:
         other = self._any()
         if self.dice.random() < 0.8 or not _can_broadcast(node, other):
             other = self._like(node)
-        self._call(self.dice.choice(_BINARY), node, other)
+        operator = self.dice.choice(_BINARY)
+        if operator in (aten.add.Tensor, aten.sub.Tensor) and self.dice.random() < 0.3:
+            self._call(operator, node, other, alpha=self.dice.choice(_NUMBERS))
+        else:
+            self._call(operator, node, other)
 
     def _scalar(self) -> None:
         self._call(self.dice.choice(_SCALAR), self._any(), self.dice.choice(_NUMBERS))
@@ -194,6 +201,8 @@ class _Maker:
         if len(shape) == 2:
             other = self._call(aten.t, self._like(node))
             product = self._call(aten.mm, node, other)
+            if product is not None and self.dice.random() < 0.3:
+                self._call(aten.addmm, self._like(product), node, other)
             if product is not None and self.dice.random() < 0.5:
                 self._call(aten.add.Tensor, product, self._like(product))
         elif len(shape) == 3:
@@ -291,7 +300,7 @@ class _Maker:
         if parts is None:
             return
         for place, value in enumerate(parts.meta["val"]):
-            item = self.graph.call_function(operator.getitem, (parts, place))
+            item = self.graph.call_function(python.getitem, (parts, place))
             item.meta["val"] = value
             self.floats.append(item)
 
@@ -299,6 +308,12 @@ class _Maker:
         node = self._any()
         if node.meta["val"].ndim == 2:
             self._call(aten.embedding, node, self.places)
+
+    def _spread(self) -> None:
+        node = self._any()
+        shape = node.meta["val"].shape
+        wider = [self.dice.choice(self.sizes) if size == 1 else size for size in shape]
+        self._call(aten.expand, node, [self.dice.choice(self.sizes), *wider])
 
     def _communicate(self) -> None:
         node, group = self._any(), _name_of_world()
@@ -313,13 +328,25 @@ class _Maker:
             started = self._call(REDUCE_SCATTER, node, "sum", self.ranks, group)
         if started is not None:
             self.floats.remove(started)  # nobody reads it before it is waited for
-            self._call(WAIT, started)
+            self.started.append(started)
+
+    def _wait_for_one(self) -> None:
+        if self.started:
+            self._wait(self.dice.choice(self.started))
+
+    def _wait(self, launch: fx.Node) -> None:
+        self.started.remove(launch)
+        self._call(WAIT, launch)
 
     def _return(self) -> None:
-        """Return what nobody reads, some values besides, and now and then one twice."""
+        """Return most of what nobody reads, some values besides, and now and then one twice.
+
+        The rest of what nobody reads is dead, or writes to what is read.
+        """
         results = []
         for node in self.floats:
-            if node.op == "call_function" and (not node.users or self.dice.random() < 0.1):
+            chance = 0.1 if node.users or node.op == "placeholder" else 0.85
+            if self.dice.random() < chance:
                 results.append(node)
         if not results:
             results = self.floats[-1:]

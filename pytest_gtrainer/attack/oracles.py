@@ -4,6 +4,7 @@ import copy
 import importlib
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -47,6 +48,9 @@ class Failure:
     words: str
 
 
+_NO_COMMAND = (126, 127)
+"""How a shell says that there is no such command, or that it cannot be run."""
+
 NOT_JUDGED = ("unknown", "not proven")
 """Kinds of failure that say nothing about a pass."""
 
@@ -75,15 +79,15 @@ def world_of(text: str) -> Iterator[int]:
         yield world.size
 
 
-def load_pass(path: str) -> Pass:
-    """Return the pass that ``module:name`` names.
+def load_pass(path: str, option: str = "--proof") -> Pass:
+    """Return the pass that ``module:name`` names, as given by a command's option.
 
     Raises:
         ValueError: there is no such module or name, or it cannot be called.
     """
     module, colon, name = path.partition(":")
     if not colon or not name:
-        raise ValueError(f"--proof={path}: expected module:name, as my_package.passes:my_pass")
+        raise ValueError(f"{option}={path}: expected module:name, as my_package.passes:my_pass")
     # As ``python -m`` does, and an installed command does not.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -91,10 +95,10 @@ def load_pass(path: str) -> Pass:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--proof={path}: {error}") from None
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{option}={path}: {error}") from None
     if not callable(found):
-        raise ValueError(f"--proof={path}: {name} is a {type(found).__name__}, not a pass")
+        raise ValueError(f"{option}={path}: {name} is of type {type(found).__name__}, not a pass")
     return as_pass(found)
 
 
@@ -108,7 +112,7 @@ def with_limit(a_pass: Pass, seconds: float) -> Pass:
     """Return a pass that raises a TimeoutError if it runs longer than that."""
 
     def end(signal_number: int, frame: object) -> None:
-        raise TimeoutError(f"the pass has not ended after {seconds:.0f} s")
+        raise TimeoutError(f"the pass has not ended after {seconds:g} s")
 
     def run(gm: fx.GraphModule, inputs: Any) -> Any:
         before = signal.signal(signal.SIGALRM, end)
@@ -156,14 +160,14 @@ def judge_graphs(
     communicates = any(launches(node.target) for node in nodes_within(before))
     net = NetModel.of_world(ranks) if communicates and ranks else None
     try:
+        # Memory that nobody has written differs from itself: then nothing is known.
+        again = fx.GraphModule(before, copy.deepcopy(before.graph))
         proof = prove_at_once(after, before, at_least, world=net)
         if proof.is_at_least(at_least):
             return None
-        # Memory that nobody has written differs from itself, too.
-        again = fx.GraphModule(before, copy.deepcopy(before.graph))
         itself = prove_at_once(again, before, at_least, world=net)
-    except (ValueError, RuntimeError) as error:
-        return Failure(NOT_JUDGED[1], f"the proof raises {_first_line(error)}")
+    except Exception as error:
+        return _why_not_run(before, at_least, net, error)
     if not itself.is_at_least(at_least):
         return Failure(NOT_JUDGED[1], f"without the pass it is {itself}")
     # A search for weaker kinds would say "another function", at twice the time.
@@ -174,6 +178,18 @@ def judge_graphs(
     if proof.origin:
         words += f"; it begins at {proof.origin}"
     return Failure(kind, words)
+
+
+def _why_not_run(before: fx.GraphModule, at_least: str, net: Any, error: Exception) -> Failure:
+    """Return whose fault it is that two graphs cannot be run: the pass's, or nobody's."""
+    try:
+        again = fx.GraphModule(before, copy.deepcopy(before.graph))
+        itself = prove_at_once(again, before, at_least, world=net)
+    except Exception as also:
+        return Failure(NOT_JUDGED[1], f"the proof raises {_first_line(also)}")
+    if not itself.is_at_least(at_least):
+        return Failure(NOT_JUDGED[1], f"without the pass it is {itself}")
+    return Failure("cannot run", f"what the pass leaves raises {_first_line(error)}")
 
 
 def by_command(command: str, folder: Path, seconds: float) -> Oracle:
@@ -190,24 +206,29 @@ def by_command(command: str, folder: Path, seconds: float) -> Oracle:
 
     def judge(text: str) -> Failure | None:
         path.write_text(text, encoding="utf-8")
+        process = subprocess.Popen(
+            spelled.replace("{}", shlex.quote(str(path))),
+            shell=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # so that what the shell has started ends with it
+        )
         try:
-            run = subprocess.run(
-                spelled.replace("{}", str(path)),
-                shell=True,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=seconds,
-                check=False,
-            )
+            output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            return Failure("timeout", f"no end within {seconds:.0f} s")
-        if run.returncode == 0:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return Failure("timeout", f"no end within {seconds:g} s")
+        if process.returncode == 0:
             return None
-        lines = [line for line in (run.stdout + run.stderr).splitlines() if line.strip()]
+        if process.returncode in _NO_COMMAND:
+            raise ValueError(f"--test={command!r}: {output.strip()}")
+        lines = [line for line in output.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("E ")] or lines
         named = _ERROR.findall("\n".join(lines))
-        kind = f"exit status {run.returncode}"
+        kind = f"exit status {process.returncode}"
         if named:
             kind += f", {named[-1].rpartition('.')[2]}"
         return Failure(kind, errors[-1].strip() if errors else kind)

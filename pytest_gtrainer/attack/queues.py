@@ -8,6 +8,7 @@ the queue of all its ranks. A message runs when both ends are first. Launches th
 Source: NCCL's user guide, "Using multiple NCCL communicators concurrently" and "Group calls".
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -45,7 +46,7 @@ class Launch:
     """Operations that a rank starts together, in the queue of one communicator.
 
     Attributes:
-        where: node and module, for messages.
+        where: node and module, for what users read.
     """
 
     operations: tuple[Operation, ...]
@@ -275,19 +276,19 @@ def orders_by_luck(schedules: Mapping[int, Schedule]) -> Iterator[str]:
                 )
 
 
-Number = tuple[str, int]
-"""A launch by its queue and its number there, which are the same on all its ranks."""
+Number = tuple[str, tuple[int, ...], int]
+"""A launch by its queue, its ranks, and its number among these, which all its ranks count alike."""
 
 
 def _places(schedule: Schedule) -> dict[Number, int]:
     """Return the places of launches by queue and number."""
-    counts: dict[str, int] = {}
+    counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
     places = {}
     for place, step in enumerate(schedule):
         if isinstance(step, Launch):
-            number = counts.get(step.queue, 0)
-            counts[step.queue] = number + 1
-            places[step.queue, number] = place
+            which = step.queue, tuple(sorted(_ranks_of(step)))
+            places[*which, counts[which]] = place
+            counts[which] += 1
     return places
 
 

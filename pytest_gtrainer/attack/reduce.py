@@ -182,15 +182,22 @@ def spell(gm: fx.GraphModule, like: str) -> str:
         name, equals, extent = dimension.strip().partition("=")
         if equals:
             mesh[name] = int(extent)
-    text = graphtext.render(gm, mesh=mesh)
-    if "group(" not in text:
-        return text
-    kept = {name: fields[name] for name in _KEPT if name in fields}
+    return _with_world(graphtext.render(gm, mesh=mesh), like)
+
+
+def _with_world(text: str, like: str) -> str:
+    """Return a text with the world and mesh of another one, if it has groups."""
+    fields = header.read(like)
+    kept = {}
+    if "group(" in text:
+        kept = {name: fields[name] for name in _KEPT if name in fields}
     return "\n".join([*header.write(kept), header.body(text)])
 
 
 def minimize(items: Sequence[Item], fails: Callable[[Sequence[Item]], bool]) -> Sequence[Item]:
-    """Return a part of the items that still fails, of which no single one can go.
+    """Return a part of the items that still fails.
+
+    If more items fail whenever fewer do, no single one of them can go.
 
     Args:
         items: they fail together.
@@ -213,13 +220,6 @@ def minimize(items: Sequence[Item], fails: Callable[[Sequence[Item]], bool]) -> 
     return kept
 
 
-def bare(text: str) -> str:
-    """Return a text whose header has only what decides its meaning."""
-    fields = header.read(text)
-    kept = {name: fields[name] for name in _KEPT if name in fields}
-    return "\n".join([*header.write(kept), header.body(text)])
-
-
 def pass_file(text: str, note: str, pass_name: str = "", at_least: str = "") -> str:
     """Return graph text as a pass file, which fails until the pass is mended.
 
@@ -228,14 +228,14 @@ def pass_file(text: str, note: str, pass_name: str = "", at_least: str = "") -> 
         pass_name, at_least: the pass and the kind of equal that it has to keep; "" for a file that
             a command judges.
     """
-    lines = [*header.write({}), f"# note: {note}"]
+    lines = [*header.write({}), f"# note: {' '.join(note.split())}"]
     for name, value in header.read(text).items():
         if name == "world":
             size = re.search(r"\d+", value)
             value = f"fake {size[0]}" if size else value
         lines.append(f"# {name}: {value}")
     if pass_name:
-        lines += [f"# passes: {pass_name}", f"# values: {at_least}"]
+        lines += [f"# passes: {pass_name}", f"# values: {at_least}", "# golden: none"]
     return "\n".join([*lines, header.body(text)])
 
 

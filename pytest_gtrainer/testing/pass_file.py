@@ -194,9 +194,7 @@ def read_pass_file(path: str | os.PathLike[str]) -> PassFile:
         )
     checks = tuple(directive for directive in directives if directive.name == "check")
     texts = {name: directive.value for name, directive in once.items()}
-    golden = texts.get("golden")
-    if golden is None and not (checks or "raises" in texts or "result" in texts):
-        golden = "full"  # a file that expects nothing else has a golden
+    golden = _golden(once, bool(checks))
     return PassFile(
         file,
         text,
@@ -209,6 +207,20 @@ def read_pass_file(path: str | os.PathLike[str]) -> PassFile:
         again="again" in texts,
         checks=checks,
     )
+
+
+def _golden(once: Mapping[str, Directive], has_checks: bool) -> str | None:
+    """Return the view of the golden that a file is compared with, None for none."""
+    expects_more = has_checks or "raises" in once or "result" in once
+    view = once["golden"].value if "golden" in once else None
+    if view is None:
+        # A file that expects nothing else has a golden.
+        return None if expects_more else "full"
+    if view != "none":
+        return view
+    if not expects_more and "values" not in once:
+        raise PassFileError(f"{once['golden'].place}: without a golden the file expects nothing")
+    return None
 
 
 def directives_of(text: str, file: str) -> list[Directive]:

@@ -239,7 +239,7 @@ def test_other_dtypes_of_one_collective():
 
 
 def test_groups_in_opposite_order_are_a_warning():
-    groups = {"pp": [[0, 1]], "cp": [[1, 0]]}
+    groups = {"pp": [[0, 1]], "cp": [[0, 1]]}
 
     def both(first, second):
         graph = fx.Graph()
@@ -335,3 +335,99 @@ if out:
   yield fwd.loss.wait_tensor
 """
     assert assert_no_deadlock(graphtext.parse(text)) == ()
+
+
+def graph_of(*lines):
+    """A graph of the calls that these functions add, of one input."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4)
+    for line in lines:
+        line(graph, x)
+    graph.output((x,))
+    return fx.GraphModule({}, graph)
+
+
+def call(target, *args):
+    def add(graph, x):
+        node = graph.call_function(target, tuple(x if each == "x" else each for each in args))
+        node.meta["val"] = torch.empty(4)
+        return node
+
+    return add
+
+
+def viewed_wait(group):
+    def add(graph, x):
+        started = graph.call_function(functional.all_reduce.default, (x, "sum", group))
+        view = graph.call_function(torch.ops.aten.view.default, (started, [4]))
+        graph.call_function(functional.wait_tensor.default, (view,))
+
+    return add
+
+
+PAIRS = {"a": [[0, 1], [2]], "b": [[1, 2], [0]], "c": [[0, 2], [1]]}
+
+
+def blocking(group):
+    return call(torch.ops._dtensor.shard_dim_alltoall.default, "x", 0, 0, group)
+
+
+@pytest.mark.parametrize("kind", [viewed_wait, blocking], ids=["a view of it", "it blocks"])
+def test_waits_of_every_form_are_seen(kind):
+    """A ring of three pairs, each rank in another order."""
+    orders = {0: "ac", 1: "ba", 2: "cb"}
+    graphs = {rank: graph_of(*map(kind, order)) for rank, order in orders.items()}
+    with pytest.raises(Deadlock, match="ranks wait for each other"):
+        assert_no_deadlock(graphs, groups=PAIRS)
+    right = {rank: graph_of(*map(kind, sorted(order))) for rank, order in orders.items()}
+    assert assert_no_deadlock(right, groups=PAIRS) == ()
+
+
+def test_groups_of_the_same_ranks_are_two():
+    """Each rank calls its all-reduce on another communicator."""
+    groups = {"pp": [[0, 1]], "cp": [[0, 1]]}
+    one, other = stage(("all_reduce", "sum")), stage(("all_reduce", "sum"), group="cp")
+    with pytest.raises(Deadlock, match="ranks wait for each other"):
+        assert_no_deadlock({0: one, 1: other}, groups=groups)
+
+
+def test_roots_and_sizes_of_a_broadcast_are_compared():
+    one, other = stage(("broadcast", 0)), stage(("broadcast", 1))
+    assert_no_deadlock({0: one, 1: one}, groups=GROUPS)
+    with pytest.raises(Deadlock, match=r"with root 0 .*with root 1"):
+        assert_no_deadlock({0: one, 1: other}, groups=GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("graphs", "options", "says"),
+    [
+        ([stage()], {}, "which rank runs which of these graphs"),
+        (
+            {0: of_ours(("send", 1))},
+            {"communications": {"attack_tests.send": lambda node, rank: Send(1)}},
+            "no graph calls attack_tests.send",
+        ),
+        ({0: stage(("all_reduce", "sum"))}, {"groups": {"pp": [0, 1]}}, "give the ranks of every"),
+        ({0: stage(("isend", 5, 0))}, {"groups": GROUPS}, "names rank 5 of a group of 2"),
+        ({0: stage(("isend", 0, 0))}, {"groups": GROUPS}, "rank 0 has a message with itself"),
+    ],
+)
+def test_more_bad_input(graphs, options, says):
+    with pytest.raises(ValueError, match=says):
+        assert_no_deadlock(graphs, **options)
+
+
+def test_what_communicates_inside_of_a_node_is_refused():
+    """It would be left out, and what is left would be called right."""
+
+    class Called(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = stage(("all_reduce", "sum"))
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_module("inner", (x,)),))
+    with pytest.raises(ValueError, match="inside, in an order that this graph does not show"):
+        assert_no_deadlock({0: fx.GraphModule(Called(), graph)}, groups=GROUPS)

@@ -12,6 +12,7 @@ from torch import fx
 from pytest_gtrainer import graphtext, prove
 from pytest_gtrainer.__main__ import main
 from pytest_gtrainer.attack.generate import generate
+from pytest_gtrainer.attack.reduce import Reduction
 from pytest_gtrainer.proofs.inputs import draw_inputs
 from pytest_gtrainer.testing import run_pass_file
 
@@ -135,7 +136,7 @@ def fuzz(name, folder, *arguments):
 @hypothesis.given(st.integers(0, 10**6))
 @hypothesis.settings(max_examples=15, deadline=None)
 def test_generated_graphs_run_and_are_text(seed):
-    gm = generate(seed, 40).gm
+    gm = generate(seed, 40)
     gm.graph.lint()
     text = graphtext.render(gm)
     again = graphtext.parse(text)
@@ -152,26 +153,37 @@ def test_generated_graphs_run_and_are_text(seed):
 @hypothesis.settings(max_examples=10, deadline=None)
 def test_a_generated_graph_is_itself(seed):
     """It reads no memory that nobody has written."""
-    gm = generate(seed, 40).gm
+    gm = generate(seed, 40)
     assert prove(fx.GraphModule(gm, copy.deepcopy(gm.graph)), gm).kind == "identical"
 
 
 def test_a_seed_makes_the_same_graph():
-    texts = [graphtext.render(generate(seed, 40).gm) for seed in (3, 3, 4)]
+    texts = [graphtext.render(generate(seed, 40)) for seed in (3, 3, 4)]
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_graphs_have_every_kind_of_operator():
     seen = set()
     for seed in range(30):
-        gm = generate(seed).gm
+        gm = generate(seed)
         seen.update(str(node.target) for node in gm.graph.nodes)
         returned = list(gm.graph.output_node().args[0])
         if len(set(returned)) < len(returned):
             seen.add("a result twice")
-        if any(not node.users for node in gm.graph.find_nodes(op="placeholder")):
-            seen.add("an input that nobody reads")
-    wanted = {"a result twice", "an input that nobody reads", "aten.empty_like.default"}
+        for node in gm.graph.nodes:
+            if not node.users and node.op == "placeholder":
+                seen.add("an input that nobody reads")
+            elif not node.users and node.op == "call_function":
+                seen.add("a dead node")
+            if node.op == "placeholder" and node in returned:
+                seen.add("an input that is returned")
+            if "alpha" in node.kwargs:
+                seen.add("a factor")
+            if node.op == "placeholder" and not node.meta["val"].is_contiguous():
+                seen.add("an input in another order")
+    wanted = {"a dead node", "an input that is returned", "a factor", "an input in another order"}
+    wanted |= {"aten.addmm.default", "aten.expand.default"}
+    wanted |= {"a result twice", "an input that nobody reads", "aten.empty_like.default"}
     wanted |= {
         "aten.copy_.default",
         "aten.add_.Tensor",
@@ -205,7 +217,6 @@ def test_a_mistake_is_found_and_reduced(name, says, tmp_path, capsys):
     lines = [line for line in path.read_text().splitlines() if "aten." in line]
     assert len(lines) <= 10, path.read_text()
     assert says in capsys.readouterr().err
-    path.write_text(path.read_text() + "# check: then output\n# check: then aten.*\n")
     with pytest.raises((AssertionError, IndexError)):
         run_pass_file(path, passes={name: globals()[name]})
 
@@ -226,10 +237,49 @@ def test_a_right_pass_is_not_blamed(tmp_path, capsys):
     assert "0 failures" in capsys.readouterr().err
 
 
+def once_pass(gm, inputs=None):
+    """Wrong the first time that it meets a graph: it remembers how many nodes that had."""
+    count = len(gm.graph.nodes)
+    for node in gm.graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        if count not in once_pass.seen:
+            node.target = aten.sub.Tensor
+    once_pass.seen.add(count)
+    gm.recompile()
+    return gm
+
+
+def test_a_failure_that_does_not_repeat_is_written(tmp_path, capsys):
+    once_pass.seen = set()
+    arguments = "--minutes", 0.5, "--failures", 1, "--nodes", 30
+    assert fuzz("once_pass", tmp_path, *arguments) == 1
+    [path] = tmp_path.glob("*.fxgraph")
+    assert "the pass remembers, or draws" in capsys.readouterr().err
+    graphtext.parse(path.read_text())
+
+
+def test_a_failure_that_is_interrupted_is_written(tmp_path, monkeypatch, capsys):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Reduction, "run", interrupted)
+    assert fuzz("crash_pass", tmp_path, "--minutes", 0.5, "--nodes", 30) == 1
+    assert "1 failure" in capsys.readouterr().err
+    [path] = tmp_path.glob("*.fxgraph")
+    graphtext.parse(path.read_text())
+
+
+def test_files_of_earlier_runs_stay(tmp_path):
+    path = tmp_path / "crash_pass_0.fxgraph"
+    path.write_text("mine")
+    assert fuzz("crash_pass", tmp_path, "--minutes", 0.5, "--nodes", 60, "--failures", 1) == 1
+    assert path.read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("nothing_pass", "nothing is proven: nothing_pass changed none of the graphs"),
+        ("nothing_pass", "too little is proven: of "),
         ("refusing_pass", "times: this pass takes sharded graphs"),
     ],
 )
@@ -249,6 +299,8 @@ def test_a_pass_that_does_not_end(tmp_path, capsys):
     [
         (("--minutes", "0"), "--minutes=0.0: give a number above 0"),
         (("--ranks", "1"), "--ranks=1: give 2 or more"),
+        (("--minutes", "nan"), "--minutes=nan: give a number above 0"),
+        (("--folder", __file__), "cannot be made"),
         (("--at-least", "same"), "--at-least=same: the kinds are identical"),
     ],
 )

@@ -1,5 +1,6 @@
 """``python -m pytest_gtrainer reduce``: mistakes of passes end at a few nodes; bad input is told."""
 
+import subprocess
 import sys
 
 import hypothesis
@@ -101,17 +102,10 @@ def test_a_proof_of_a_pass(graph, capsys):
     assert "[1, 1]" in found, "its sizes are reduced, too"
     assert "nodes are" in shown.err
     assert "not reordered: first " in shown.err
+    path = graph.with_suffix(".reduced.fxgraph")
     with pytest.raises(AssertionError, match="after the passes against before"):
-        run_pass_file(
-            with_a_check(graph.with_suffix(".reduced.fxgraph")),
-            passes={"merge_buffers_pass": merge_buffers_pass},
-        )
-
-
-def with_a_check(path):
-    """A file that is compared with no golden needs a check."""
-    path.write_text(path.read_text() + "# check: then aten.fill_\n")
-    return path
+        run_pass_file(path, passes={"merge_buffers_pass": merge_buffers_pass})
+    run_pass_file(path, passes={"merge_buffers_pass": right_pass})
 
 
 def test_a_pass_that_raises(graph):
@@ -180,7 +174,7 @@ def test_another_failure_is_kept_beside(graph, tmp_path, capsys):
 
 def test_the_limit_of_a_command(tmp_path):
     judge = by_command("sleep 20 #", tmp_path, 0.2)
-    assert judge("") == Failure("timeout", "no end within 0 s")
+    assert judge("") == Failure("timeout", "no end within 0.2 s")
 
 
 @pytest.mark.second_tier
@@ -216,7 +210,7 @@ def test_an_interrupt_keeps_the_smallest(graph, monkeypatch, capsys):
         ("{module}:missing_pass", 2, "has no attribute 'missing_pass'"),
         ("no_such_module:a_pass", 2, "No module named 'no_such_module'"),
         ("right_pass", 2, "expected module:name"),
-        ("{module}:SIZE", 2, "SIZE is a int, not a pass"),
+        ("{module}:SIZE", 2, "SIZE is of type int, not a pass"),
     ],
 )
 def test_passes_that_cannot_be_reduced(graph, capsys, proof, status, says):
@@ -253,3 +247,55 @@ def test_a_file_of_somebody_else_stays(graph, capsys):
 def test_kinds_have_names(graph, capsys):
     assert reduce(graph, "--proof", f"{__name__}:divide_pass", "--at-least", "equal") == 2
     assert "--at-least=equal: the kinds are identical" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--test", "no_such_command"), "no_such_command"),
+        (("--test", "true", "--timeout", "0"), "--timeout=0.0: give seconds above 0"),
+        (("--test", "true", "-o", "{folder}"), "is no file of a folder that exists"),
+        (("--test", "true", "-o", "{folder}/no/x"), "is no file of a folder that exists"),
+    ],
+)
+def test_arguments_that_cannot_be_used(graph, capsys, arguments, says):
+    given = [each.format(folder=graph.parent) for each in arguments]
+    assert reduce(graph, *given) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_what_was_reduced_for_another_pass_stays(graph, capsys):
+    """Its smallest graph may not fail for this one."""
+    assert reduce(graph, "--proof", f"{__name__}:divide_pass") == 0
+    before = graph.with_suffix(".reduced.fxgraph").read_text()
+    assert reduce(graph, "--proof", f"{__name__}:merge_buffers_pass") == 2
+    assert "by the same pass or command: remove it" in capsys.readouterr().err
+    assert graph.with_suffix(".reduced.fxgraph").read_text() == before
+
+
+def test_what_a_command_has_started_ends_with_it(tmp_path):
+    mark = f"{tmp_path.name}.41"
+    judge = by_command(f"sh -c 'sleep 41; : {mark}' #", tmp_path, 0.3)
+    assert judge("").kind == "timeout"
+    shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    assert mark not in shown.stdout
+
+
+def unrunnable_pass(gm, inputs=None):
+    """Leaves a division without its second operand."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten.div.Tensor):
+        node.args = node.args[:1]
+    gm.recompile()
+    return gm
+
+
+def test_a_graph_that_cannot_run_is_a_failure(graph, capsys):
+    assert reduce(graph, "--proof", f"{__name__}:unrunnable_pass") == 0
+    assert "cannot run: what the pass leaves raises" in capsys.readouterr().err
+    assert graph.with_suffix(".reduced.fxgraph").read_text().count(" = aten.") == 1
+
+
+def test_weaker_kinds_are_written_in_one_line(graph):
+    proof = f"{__name__}:merge_buffers_pass"
+    assert reduce(graph, "--proof", proof, "--at-least", "rounds elsewhere") == 0
+    graphtext.parse(graph.with_suffix(".reduced.fxgraph").read_text())

@@ -39,7 +39,7 @@ def test_a_run_that_was_resumed_is_equal(good, capsys):
     assert "only in A: 2 steps, 0 to 1" in printed
 
 
-@pytest.mark.second_tier("the data", "a layer", "bf16", "a compiled")
+@pytest.mark.second_tier("the data", "a layer", "bf16", "clip", "a compiled")
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

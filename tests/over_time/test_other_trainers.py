@@ -234,6 +234,7 @@ def test_two_models_that_train_each_other(tmp_path):
     assert result.differences[0].phase == "loss"
 
 
+@pytest.mark.second_tier
 def test_a_model_that_nobody_trains_is_called_first(tmp_path):
     """Neither a teacher nor a first call before there is an optimiser is the training."""
     first = "teacher = nn.Linear(7, 7)\nteacher(torch.ones(1, 7))"
@@ -244,9 +245,11 @@ def test_a_model_that_nobody_trains_is_called_first(tmp_path):
     assert "data" in phases
 
 
+@pytest.mark.second_tier("a status", "an end")
 @pytest.mark.parametrize(
     ("last", "note"),
     [("raise SystemExit(3)", "SystemExit"), ("raise KeyError(1)", "KeyError"), ("exit()", None)],
+    ids=["a status", "an error", "an end in order"],
 )
 def test_a_script_that_ends_in_another_way(tmp_path, last, note):
     """The recorder hands on what the script raises; ``exit()`` is an end in order."""

@@ -197,6 +197,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(tmp_path, capsys):
     assert run.notes == ["rank 0 was cut after step 2: its last line is missing"]
 
 
+@pytest.mark.second_tier
 def test_a_recording_that_failed_says_only_why(tmp_path, capsys):
     """The script did train."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -114,8 +114,8 @@ class _Reduce:
             text = self._output.read_text(encoding="utf-8")
             if f"# note: reduced from {self._digest}" not in text:
                 raise UsageError(
-                    f"{self._output} exists and was not reduced from {self._given.file} by the same "
-                    "pass or command: remove it, or give another --output"
+                    f"{self._output} exists and was not reduced from {self._given.file} by the "
+                    "same pass or command: remove it, or give another --output"
                 )
             self._say(f"goes on with {self._output}")
         try:

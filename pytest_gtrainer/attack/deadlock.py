@@ -209,8 +209,8 @@ class _Reader:
             is_own = isinstance(target, OpOverload) and schema(target).name in self._communications
             if launches(target) or target in WAITS or is_own:
                 raise ValueError(
-                    f"{node.name} calls {target} inside, in an order that this graph does not show: "
-                    "put it into the graph that is judged"
+                    f"{node.name} calls {target} inside, in an order that this graph does not "
+                    "show: put it into the graph that is judged"
                 )
 
     def _launch_of(self, node: fx.Node) -> int | None:
@@ -293,8 +293,8 @@ class _Reader:
         for ranks in partition:
             if not isinstance(ranks, list | tuple | range):
                 raise ValueError(
-                    f"groups={{{name!r}: {partition}}}: give the ranks of every group of that name, "
-                    f"[[0, 1], ...]"
+                    f"groups={{{name!r}: {partition}}}: give the ranks of every group of that "
+                    "name, [[0, 1], ...]"
                 )
             if rank in ranks:
                 return tuple(ranks)

@@ -44,6 +44,7 @@ def extract(
     """
     wanted = _with_tuples(kept)
     if results is None:
+        # All that somebody sees, so that the mistake stays visible wherever it is.
         results = _visible(gm, wanted)
     graph = fx.Graph()
     copies: Named = {}

@@ -20,7 +20,10 @@ from pytest_gtrainer.graphtext import header
 from pytest_gtrainer.passes.graph_pass import Pass, lint, returned
 
 REFUSALS = (ValueError, NotImplementedError)
-"""Errors by which a pass says that a graph is not for it. If it says so of most, nothing is proven."""
+"""Errors by which a pass says that a graph is not for it.
+
+If it says so of most graphs, nothing is proven.
+"""
 
 
 @dataclass

@@ -149,6 +149,7 @@ class _Maker:
     def _any(self) -> fx.Node:
         """Choose an operand, a late one more often, so that graphs are deep."""
         count = len(self.floats)
+        # Operands drawn evenly would make wide graphs of two or three levels.
         if self.dice.random() < 0.6:
             return self.floats[self.dice.randrange(max(0, count - 8), count)]
         return self.dice.choice(self.floats)

@@ -60,9 +60,9 @@ Oracle = Callable[[str], Failure | None]
 
 @contextmanager
 def world_of(text: str) -> Iterator[int]:
-    """Enter a fake world of the size and mesh that a text's header names; yield the size, 0 for none.
+    """Enter a fake world of the size and mesh that a text's header names, and yield the size.
 
-    A world that is up already is used as it is.
+    It is 0 for none. A world that is up already is used as it is.
     """
     if dist.is_initialized():
         yield dist.get_world_size()

@@ -127,6 +127,7 @@ class Queues:
         Raises:
             Mismatch: ranks call different collectives of a communicator.
         """
+        # Whoever moves may be what others wait for, so all are asked again.
         moved = True
         while moved:
             moved = False
@@ -168,6 +169,7 @@ class Queues:
             if other.first_with(queue, wanted):
                 continue
             place = other.first(queue)
+            # Messages of a pair may be matched later: their queue holds both directions.
             if place is not None and not operation.is_message:
                 self._refuse(number, queue, operation, rank, place)
             absent.append(rank)

@@ -57,6 +57,7 @@ class Reduction:
         """Reduce until nothing more can go."""
         with world_of(self.text) as ranks:
             self._reduce()
+        # Two ranks show most mistakes; the number has to divide sizes, so it doubles.
         fewer = 2
         while fewer < ranks:
             if self._try_ranks(ranks, fewer):
@@ -86,6 +87,7 @@ class Reduction:
         return self._try_text(text)
 
     def _try_text(self, text: str) -> bool:
+        # Steps come to the same graph in several ways, and a judgement is dear.
         if text in self._seen:
             return False
         self._seen.add(text)

@@ -58,6 +58,7 @@ def _resized(value: Any, change: Change, mode: FakeTensorMode) -> Any:
     """Return a fake tensor of the changed shape, whose dimensions lie in memory as before."""
     if not isinstance(value, Tensor):
         return value
+    # A transposed input stays transposed, as passes read strides.
     order = sorted(range(value.ndim), key=lambda dim: -value.stride(dim))
     shape = [change(size) for size in value.shape]
     with mode:

@@ -9,8 +9,9 @@ each reader of a value that is changed in place has to stand on the same side of
 *storage* of a view, or of a change in place, is that of its first operand. Every other value has a
 storage of its own.
 
-*Twins* are values of equal digest that are not interchangeable: two draws of random numbers, and two
-buffers one of which is changed in place. ``digests_of`` tells them apart if it is given the effects.
+*Twins* are values of equal digest that are not interchangeable: two draws of random numbers, and
+two buffers one of which is changed in place. ``digests_of`` holds them apart if it is given the
+effects.
 """
 
 import ast

@@ -342,8 +342,8 @@ class Chances:
 def runs_again(*chances: Chances) -> tuple[tuple[int, int], ...]:
     """Return seeds and biases of further runs.
 
-    Where few elements decide, all decide alike in these with a chance of 1 in 16,000. Signs of roots
-    agree with a chance of 1 in 60,000, of one or two elements of 1 in 250.
+    Where few elements decide, all decide alike in these with a chance of 1 in 16,000. Signs of
+    roots agree with a chance of 1 in 60,000, of one or two elements of 1 in 250.
     """
     if any(each.decides for each in chances):
         return AGAIN + (_AGAIN_FOR_FEW if any(each.decides_few for each in chances) else ())

@@ -271,7 +271,7 @@ class ThreadGroup(dist.ProcessGroup):
 
     @property
     def has_communicated(self) -> bool:
-        """Whether this rank has issued a collective or a message in any group."""
+        """True if this rank has issued a collective or a message in any group."""
         return self._shared.has_communicated(self._global_rank)
 
     def _issue(

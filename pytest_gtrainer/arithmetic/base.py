@@ -80,6 +80,8 @@ class Arithmetic(ABC):
         bias: how comparisons order abstract elements: 1 above every known number, -1 below, 0
             among them.
         decisions: how often elements were compared or sorted.
+        roots: square roots were taken.
+        limits: elements were compared with known numbers besides 0.
         fewest_roots: of how few different elements square roots were taken, ``FEW`` if of that many
             or more; their signs, one of two for each, may agree by chance.
         few: how often few different elements were compared with each other, or sorted.
@@ -104,7 +106,7 @@ class Arithmetic(ABC):
         self.chosen: set[str] = set()
         self.branches: dict[str, set[str]] = {}
         self.bias = 0
-        self.masks = False
+        self.masks = self.roots = self.limits = False
         self.decisions = self.few = self.exponentials = 0
         self.fewest_roots = FEW
         self.coarsest = 0.0
@@ -143,6 +145,8 @@ class Arithmetic(ABC):
             self._note_decision(left.elements, right.elements)
         else:
             self.decisions += 1  # by bias it goes both ways, also for few elements
+            known = torch.as_tensor(right if abstract[0] else left)
+            self.limits = self.limits or bool((known != 0).any())
         if not self.bias or all(abstract):
             return keys[0], keys[1]
         place = abstract.index(True)
@@ -180,11 +184,11 @@ class Arithmetic(ABC):
     @contextmanager
     def deciding_nothing(self) -> Iterator[None]:
         """Do not count the decisions inside: which way they go changes no real number."""
-        before = self.decisions, self.few
+        before = self.decisions, self.few, self.limits, set(self.chosen)
         try:
             yield
         finally:
-            self.decisions, self.few = before
+            self.decisions, self.few, self.limits, self.chosen = before
 
     def compared(self, elements: Elements) -> Elements:
         """Return the part of elements that results are compared by."""

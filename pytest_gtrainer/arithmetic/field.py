@@ -20,7 +20,6 @@ from torch import Tensor
 
 from pytest_gtrainer.arithmetic import hashing
 from pytest_gtrainer.arithmetic.base import (
-    FEW,
     Arithmetic,
     Call,
     Elements,
@@ -96,7 +95,9 @@ class Field(Arithmetic):
     def order(self, elements: Elements) -> Tensor:
         numbers = self.number_of(elements)
         keys = self.prime.order_key(numbers, hashing.of_name("order", self.seed))
-        keys = torch.where(self._is_masked(numbers), -(1 << 62) - (keys.abs() >> 1), keys)
+        is_masked = self._is_masked(numbers)
+        self.masks = self.masks or bool(is_masked.any())
+        keys = torch.where(is_masked, -(1 << 62) - (keys.abs() >> 1), keys)
         written, places = self._find_written(numbers)
         return torch.where(written, self._keys_of_written()[places], keys)
 
@@ -124,7 +125,7 @@ class Field(Arithmetic):
     def may_be_biased(self, known: Any) -> Tensor:
         # Else x and -x would both be above 0, where inputs and their products are.
         numbers = torch.as_tensor(known)
-        return (numbers != 0) & (numbers > FAR_BELOW)
+        return (numbers != 0) & (numbers > _NO_LIMIT)
 
     @staticmethod
     def number_of(elements: Elements) -> Tensor:
@@ -247,6 +248,7 @@ class Field(Arithmetic):
         so what is squared at once becomes x.
         """
         if elements.numel():
+            self.roots = True
             self.fewest_roots = min(self.fewest_roots, count_different(elements))
         root = self.prime.root(elements)
         result = self.prime.power(root, abs(exponent))
@@ -353,8 +355,10 @@ class Field(Arithmetic):
     def _choose(self, call: Call, place_of: Callable[..., Tensor]) -> Elements:
         """Return an element of each row."""
         rows = self._rows(call)
-        if count_different(rows) < FEW:
-            self._note_decision(rows)
+        # What softmax subtracts is chosen too, and changes no result: see ``deciding_nothing``.
+        self._note_decision(rows)
+        if rows.shape[-1] > 1:
+            self.chosen.add(str(call.operator))
         if not rows.numel():
             return rows.reshape(call.result.shape)
         places = place_of(self.order(rows), -1, keepdim=True)
@@ -549,6 +553,8 @@ def _check_convolution(gradient: Tensor, weight: Tensor) -> None:
 
 
 FAR_BELOW = -1e4
+_NO_LIMIT = -1e30
+"""Abstract numbers are never below such a mask. Above it a limit is met and not met."""
 """Numbers up to this are those of masks: their exp is 0, whatever is added."""
 
 _FEW_NUMBERS, _MOST_NUMBERS = 16, 256
@@ -662,6 +668,8 @@ class FieldWithExponents(Field):
         self.few += self._numbers.few
         self._numbers.decisions = self._numbers.few = 0
         self.fewest_roots = min(self.fewest_roots, self._numbers.fewest_roots)
+        self.roots = self.roots or self._numbers.roots
+        self.masks = self.masks or self._numbers.masks
         if numbers is NotImplemented:
             return NotImplemented
         if call.base not in _BILINEAR:
@@ -729,7 +737,7 @@ class FieldWithExponents(Field):
             result = torch.where((exponents >> bit) & 1 == 1, result * power % P, result)
         result = torch.where(self.sign_of(elements) == 1, P - result, result)
         result = torch.where(self._numbers._vanishes(numbers), 0, result)
-        self.masks = self._numbers.masks
+        self.masks = self.masks or self._numbers.masks
         result = torch.where(numbers == self.prime.minus_infinity, 0, result)
         result = torch.where(numbers > self.prime.minus_infinity, numbers, result)
         return self._with_own_exponent(result)

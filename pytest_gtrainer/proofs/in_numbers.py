@@ -29,6 +29,7 @@ _NOISE = 16
 """Roundings of the largest input that are no difference."""
 
 _FEWEST, _MOST, _CALLS = 8, 100, 3000
+_OTHER_DRAWS = (2, 5, 8, 11)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,8 @@ def _distance(found: Tensor, wanted: Tensor, noise: float) -> float:
         return math.inf
     if wanted.dtype != torch.float64:
         return 0.0 if torch.equal(found, wanted) else math.inf
-    is_other = found != wanted
+    # Where both are NaN nothing is known, which says nothing of the rest.
+    is_other = (found != wanted) & ~(found.isnan() & wanted.isnan())
     if not bool(is_other.any()):
         return 0.0
     errors = (found - wanted)[is_other].abs()
@@ -136,15 +138,21 @@ def contradiction(
     Args:
         reads: a program reads numbers, so the proof holds for those that are given alone.
     """
-    numbers = Numbers(0 if reads else 1)
-    found = compare(numbers)
-    # To bfloat16 a constant such as 0.1 is rounded far away.
-    if not found.size > max(APART[kind], 8 * numbers.coarsest * (kind == "rounds elsewhere")):
-        return ""
-    return (
-        f"{found.result} is {found.size:.0e} apart in float64, though the elements are equal: an "
-        "operator is taken for another one, or no run takes the branch in which they differ"
-    )
+    draws = [0] if reads else [1]
+    for draw in draws:
+        numbers = Numbers(draw)
+        found = compare(numbers)
+        # To bfloat16 a constant such as 0.1 is rounded far away.
+        if found.size > max(APART[kind], 8 * numbers.coarsest * (kind == "rounds elsewhere")):
+            return (
+                f"{found.result} is {found.size:.0e} apart in float64, though the elements are "
+                "equal: an operator is taken for another one, or no run takes the branch in which "
+                "they differ"
+            )
+        # Inputs of other sizes show other branches, where a run costs little.
+        if draw == 1 and numbers.calls < _CALLS // len(_OTHER_DRAWS):
+            draws += _OTHER_DRAWS
+    return ""
 
 
 def says_unchecked(error: NoMeaning) -> str:

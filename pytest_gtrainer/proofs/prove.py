@@ -215,8 +215,9 @@ def _held_to_numbers(
     runs: list[Run] = []
 
     def compare(numbers: Numbers) -> Difference:
-        runs[:] = _run_in_numbers(programs, numbers)
-        return _difference_in_numbers(programs, runs, numbers)
+        made = _run_in_numbers(programs, numbers)
+        runs.extend(made)
+        return _difference_in_numbers(programs, made, numbers)
 
     try:
         reads = any(programs[0].gathered(any(run.reads for run in attempt.runs)))
@@ -224,7 +225,8 @@ def _held_to_numbers(
     except NoMeaning as error:
         return replace(attempt, unchecked=says_unchecked(error))
     if not reason:
-        reason = _first_reason(programs, _apart_in_real_numbers(kind, *runs))
+        # Of the first draw, whose inputs are near those that are given.
+        reason = _first_reason(programs, _apart_in_real_numbers(kind, *runs[:2]))
         if reason and kind == "identical":
             return replace(attempt, is_equal=False)  # other bits: another kind may hold
     return _Attempt(reason=reason) if reason else attempt
@@ -323,11 +325,13 @@ class Chances:
     Attributes:
         decides: elements were compared or sorted.
         decides_few: few elements were compared with each other, or sorted.
-        fewest_roots: of how few different elements square roots were taken.
+        roots: square roots were taken.
+        fewest_roots: of how few different elements.
     """
 
     decides: bool = False
     decides_few: bool = False
+    roots: bool = False
     fewest_roots: int = FEW
 
     @classmethod
@@ -335,6 +339,7 @@ class Chances:
         return cls(
             any(each.decisions for each in arithmetics),
             any(each.few for each in arithmetics),
+            any(each.roots for each in arithmetics),
             min(each.fewest_roots for each in arithmetics),
         )
 
@@ -342,13 +347,17 @@ class Chances:
 def runs_again(*chances: Chances) -> tuple[tuple[int, int], ...]:
     """Return seeds and biases of further runs.
 
-    Where few elements decide, all decide alike in these with a chance of 1 in 16,000. Signs of
-    roots agree with a chance of 1 in 60,000, of one or two elements of 1 in 250.
+    Where few elements decide, all decide alike in these with a chance of 1 in 16,000. Where roots
+    are taken, inputs are above 0 in one run and below in another. Signs of roots of independent
+    elements agree by chance in 1 of 60,000, of one or two elements in 1 of 250.
     """
     if any(each.decides for each in chances):
         return AGAIN + (_AGAIN_FOR_FEW if any(each.decides_few for each in chances) else ())
+    if not any(each.roots for each in chances):
+        return ()
+    # One number that is a factor of all gives all of them one sign, so inputs of either sign run.
     runs = math.ceil(FEW / min(each.fewest_roots for each in chances))
-    return tuple((seed, 0) for seed in range(1, min(runs, _MOST_FOR_ROOTS)))
+    return AGAIN[:2] + tuple((seed, 0) for seed in range(1, min(runs, _MOST_FOR_ROOTS)))
 
 
 _MOST_FOR_ROOTS = 8
@@ -604,6 +613,8 @@ def taken_on_trust(arithmetics: Sequence[Arithmetic], reads: int) -> list[str]:
         found.append(
             f"what {', '.join(sorted(chosen))} chose in {len(AGAIN) + 1} orders shows every choice"
         )
+    if any(arithmetic.limits for arithmetic in arithmetics):
+        found.append("limits that only decide, as .5 in where(x > .5, a, b), have the same values")
     if compared:
         found.append(f"no two compared numbers are equal ({', '.join(sorted(compared))})")
     branches: dict[str, set[str]] = {}

@@ -242,8 +242,11 @@ LEFT_TO_CHANCE = {
     "attention": (lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), Chances()),
     "amax": (lambda x: x.flatten()[:6].amax(), Chances(decides=True, decides_few=True)),
     "sort": (lambda x: x.sort(-1).values, Chances(decides=True)),
-    "roots of many": (lambda x: x.sqrt(), Chances()),
-    "roots of few": (lambda x: x.flatten()[:3].expand(8, 3).sqrt(), Chances(fewest_roots=3)),
+    "roots of many": (lambda x: x.sqrt(), Chances(roots=True)),
+    "roots of few": (
+        lambda x: x.flatten()[:3].expand(8, 3).sqrt(),
+        Chances(roots=True, fewest_roots=3),
+    ),
     "roots of none": (lambda x: x[:0].sqrt(), Chances()),
 }
 
@@ -263,8 +266,12 @@ def test_what_may_be_equal_by_chance_is_noted(name, exact):
 
 def test_signs_of_few_roots_run_until_they_hardly_agree_by_chance():
     assert len(runs_again(Chances())) == 0
-    runs = [len(runs_again(Chances(fewest_roots=count))) for count in (1, 2, 3, 5, 8, 15)]
-    assert runs == [7, 7, 5, 3, 1, 1]
+    runs = []
+    for count in (1, 2, 3, 5, 8, 15, 16):
+        seeds = runs_again(Chances(roots=True, fewest_roots=count))
+        assert seeds[:2] == ((0, 1), (0, -1)), "inputs of either sign"
+        runs.append(len(seeds))
+    assert runs == [9, 9, 7, 5, 3, 3, 2]
     assert runs_again(Chances(fewest_roots=1), Chances(decides=True)) == AGAIN
     assert len(runs_again(Chances(decides=True, decides_few=True))) == 16
 
@@ -462,3 +469,60 @@ def test_a_mask_is_below_all_other_numbers():
     assert kind(lambda x: x.clamp(min=LEAST), lambda x: x * 1) == "reordered"
     other = kind(lambda x: x.masked_fill(BEHIND, -1.0).topk(2)[0], lambda x: x[:, :4].topk(2)[0])
     assert other == "another function"
+
+
+FACTORS = {
+    "a norm": (
+        lambda g, x: torch.linalg.vector_norm(g * x, dim=-1),
+        lambda g, x: g * torch.linalg.vector_norm(x, dim=-1),
+    ),
+    "a deviation": (lambda g, x: (g * x).std(-1), lambda g, x: g * x.std(-1)),
+    "a normalised row": (
+        lambda g, x: F.rms_norm(g * x, [4], eps=0.0),
+        lambda g, x: F.rms_norm(x, [4], eps=0.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_one_factor_gives_all_roots_one_sign(name):
+    """Equal for a factor above 0 alone; the numbers that are given are above 0."""
+    actual, expected = FACTORS[name]
+    inputs = torch.tensor(1.0), torch.randn(32, 4)
+    assert not prove(actual, expected, inputs=inputs).is_at_least("rounds elsewhere")
+
+
+LIMITS = {
+    "a lower limit": (lambda x: x.clamp(-32768, 32767), lambda x: x.clamp(max=32767)),
+    "the larger": (lambda x: torch.maximum(x, torch.tensor(-65504.0)), lambda x: x * 1),
+    "another limit": (lambda x: x.clamp(min=-1e4), lambda x: x.clamp(min=-2e4)),
+    "a largest number of fewer": (
+        lambda x: x / x.flatten().amax(),
+        lambda x: x / x.flatten()[12:].amax(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_limits_far_below_are_met(name):
+    actual, expected = LIMITS[name]
+    assert not prove(actual, expected, inputs=(X,)).is_at_least("rounds elsewhere")
+
+
+def test_limits_that_only_decide_are_named():
+    proof = prove(
+        lambda x: torch.where(x > 0.5, x, -x), lambda x: torch.where(x > 0.6, x, -x), inputs=(X,)
+    )
+    assert not proof.is_at_least("rounds elsewhere") or "limits that only decide" in str(proof)
+
+
+def test_a_row_of_nan_does_not_hide_the_rest():
+    mask, ends = torch.tensor([0.0] * 3 + [-1e4] * 3), torch.zeros(4, 6)
+    ends[0] = -torch.inf
+    proof = prove(
+        lambda x: ((x + mask) * 1e-6 + ends).softmax(-1),
+        lambda x: ((x + 2 * mask) * 1e-6 + ends).softmax(-1),
+        inputs=(X,),
+    )
+    assert proof.kind == "unknown"
+    assert "apart in float64" in proof.reason

@@ -116,4 +116,10 @@ def test_a_module_whose_import_was_ended_counts_nothing(monkeypatch):
     """It stays half imported, without its counter, if a test ends in the middle."""
     half = type(sys)("torch._dynamo.convert_frame")
     monkeypatch.setitem(sys.modules, "torch._dynamo.convert_frame", half)
+    resets = []
+    monkeypatch.setattr("torch.compiler.reset", lambda: resets.append("reset"))
     process_groups.forget_compiled()
+    assert resets == []
+    half.FRAME_COUNTER = 1
+    process_groups.forget_compiled()
+    assert resets == ["reset"]

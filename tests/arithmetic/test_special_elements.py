@@ -489,7 +489,8 @@ def test_one_factor_gives_all_roots_one_sign(name):
     """Equal for a factor above 0 alone; the numbers that are given are above 0."""
     actual, expected = FACTORS[name]
     inputs = torch.tensor(1.0), torch.randn(32, 4)
-    assert not prove(actual, expected, inputs=inputs).is_at_least("rounds elsewhere")
+    # Without inputs of either sign only numbers contradict it, and then it is "unknown".
+    assert prove(actual, expected, inputs=inputs).kind == "another function"
 
 
 LIMITS = {

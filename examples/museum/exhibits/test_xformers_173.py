@@ -19,8 +19,13 @@ def dropout(x, seeds, bug):
     return x * keep * 2
 
 
+KEPT = []
+"""Seeds of earlier runs: a trainer keeps them, so a later run gets another address."""
+
+
 def run(bug):
-    return {"output": dropout(torch.ones(64), torch.full((256,), 7), bug)}
+    KEPT.append(torch.full((256,), 7))
+    return {"output": dropout(torch.ones(64), KEPT[-1], bug)}
 
 
 @exhibit(

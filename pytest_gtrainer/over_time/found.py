@@ -4,8 +4,9 @@ torch has no list of them, so the objects of the process are looked through, onc
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -85,11 +86,20 @@ def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [optimizer for _, _, optimizer in sorted(found)]
 
 
-def modules_beside(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def living_modules() -> WeakSet[nn.Module]:
+    """Return the modules that there are before a script runs, without keeping them."""
+    return WeakSet(_living(nn.Module))
+
+
+def modules_beside(
+    model: nn.Module, earlier: Collection[nn.Module] = ()
+) -> Iterator[tuple[str, nn.Module]]:
     """Yield outermost modules with state that share no parameter with ``model``, as an average of
     its weights, each with the name of its class, numbered from the second of a class on.
+
+    Modules that are in ``earlier`` are not the script's.
     """
-    modules = _living(nn.Module)
+    modules = [module for module in _living(nn.Module) if module not in earlier]
     inner = {id(child) for module in modules for child in module.children()}
     known = {id(parameter) for parameter in model.parameters()}
     counts: dict[str, int] = {}

@@ -128,6 +128,8 @@ class Recorder:
         self.model: nn.Module | None = None
         self.optimizers: list[Optimizer] = []
         self.beside: list[tuple[str, nn.Module]] = []
+        # Modules of this process that are older than the script which is recorded.
+        self.earlier: WeakSet[nn.Module] = WeakSet()
         self.stepped: set[int] = set()
         # Optimisers that have stepped since the last backward.
         self.spent: set[int] = set()
@@ -143,6 +145,7 @@ class Recorder:
             handles.append(optimizer.register_step_pre_hook(self._before_step))
             handles.append(optimizer.register_step_post_hook(self._after_step))
         if self.model is None:
+            self.earlier = found.living_modules()
             handles.append(register_optimizer_step_pre_hook(self._before_step))
             handles.append(register_optimizer_step_post_hook(self._after_step))
             self.finder = register_module_forward_pre_hook(self._first_call)
@@ -226,7 +229,7 @@ class Recorder:
         self.finder.remove()
         self.attach(model, called)
         self.optimizers = found.optimizers_of(model)
-        self.beside = list(found.modules_beside(model))
+        self.beside = list(found.modules_beside(model, self.earlier))
 
     def _begin(self) -> None:
         """Write the header, and what the first step starts with."""

@@ -31,7 +31,8 @@ from pytest_gtrainer._torch.arithmetic import (
     watching_freed_storages,
 )
 from pytest_gtrainer._torch.random_states import without_modes
-from pytest_gtrainer._torch.values import FakeTensor, schema
+from pytest_gtrainer._torch.tracing import new_fake_mode
+from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, schema
 from pytest_gtrainer.arithmetic.base import Arithmetic, Call, mapped
 from pytest_gtrainer.arithmetic.formulas import given_meaning, parts_of
 from pytest_gtrainer.arithmetic.kernels import KERNELS
@@ -192,7 +193,9 @@ class ArithmeticMode(TorchDispatchMode):
             self.arithmetic.meanings.add(str(func))
             # Instead of the operator, which may have a kernel on other devices only.
             with self:
-                return reference(*args, **kwargs)
+                result = reference(*args, **kwargs)
+            _check_meaning(func, args, kwargs, result)
+            return result
         if is_taken_apart(func):
             # Without autograd such operators come here whole.
             with self:
@@ -554,6 +557,40 @@ def _refuses(func: Any, args: Any, kwargs: Any) -> bool:
     except Exception:
         return True
     return False
+
+
+def _check_meaning(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Refuse the result of a given meaning that is no result of the operator, by its fake kernel.
+
+    Broadcasting may hide another shape from all that comes later.
+    """
+    fake = new_fake_mode(real_inputs=True)
+    try:
+        with fake:
+            expected = func(*mapped(_copy_for(fake), args), **mapped(_copy_for(fake), kwargs))
+    except Exception:
+        return  # it has no fake kernel, or one that asks for numbers
+    wanted, found = _kinds_of(expected), _kinds_of(result)
+    if wanted != found:
+        raise NoMeaning(
+            f"the meaning(...) of {func} returns {found or 'no tensor'}, and the operator "
+            f"{wanted or 'no tensor'}"
+        )
+
+
+def _copy_for(fake: FakeTensorMode) -> Callable[[Any], Any]:
+    def copied(value: Any) -> Any:
+        return fake.from_tensor(value) if isinstance(value, Tensor) else value
+
+    return copied
+
+
+def _kinds_of(result: Any) -> str:
+    kinds = []
+    for tensor in tensors_in(result):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        kinds.append(f"{dtype}{list(tensor.shape)}")
+    return ", ".join(kinds)
 
 
 def _check_places(func: Any, args: Any, kwargs: Any) -> None:

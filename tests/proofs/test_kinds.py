@@ -336,6 +336,36 @@ def test_an_operator_of_a_user_is_opaque_until_it_has_a_meaning():
     assert prove(by_operator, by_hand, inputs=(X, W, B)).kind == "unknown", "it is gone"
 
 
+@pytest.mark.parametrize(
+    ("reference", "returns"),
+    [
+        (lambda x: (x.sum(-1, keepdim=True), x), "float32[2, 1], float32[2, 3]"),
+        (lambda x: (x.sum(-1), x.double()), "float32[2], float64[2, 3]"),
+        (lambda x: x.sum(-1), "float32[2]"),
+        (lambda x: None, "no tensor"),
+    ],
+    ids=["another shape", "another dtype", "too few", "nothing"],
+)
+def test_a_meaning_that_returns_something_else_is_unknown(reference, returns):
+    """Broadcasting would hide a shape: a sum over the rows of both sides would be equal."""
+    x = torch.randn(2, 3)
+    with torch.library._scoped_library("gt_proofs_shapes", "DEF") as library:
+        library.define("both(Tensor x) -> (Tensor, Tensor)")
+        library.impl("both", lambda x: (x.sum(-1), x.clone()), "CompositeExplicitAutograd")
+        operator = torch.ops.gt_proofs_shapes.both.default
+
+        def function(x):
+            return operator(x)[0]
+
+        with meaning(operator, lambda x: (x.sum(-1), x)):
+            assert prove(function, lambda x: x.sum(-1), inputs=(x,)).kind == "identical"
+        with meaning(operator, reference):
+            proof = prove(function, lambda x: x.sum(-1), inputs=(x,))
+    assert proof.kind == "unknown"
+    assert "the meaning(...) of gt_proofs_shapes.both.default returns " + returns in proof.reason
+    assert "and the operator float32[2], float32[2, 3]" in proof.reason
+
+
 @pytest.mark.parametrize("first_ends_first", [True, False])
 @pytest.mark.parametrize("is_same", [True, False])
 def test_meanings_end_in_any_order(first_ends_first, is_same):

@@ -41,6 +41,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "references.chunked": ("eager_chunked",),
     "references.hand_over": ("trace_once",),
     "references.parity": ("assert_parity", "assert_simulated_parity", "train_eager", "train_graph"),
+    "references.invariant": ("assert_invariant",),
     "references.replicas": ("RanksDisagree", "ReplicasDiffer", "assert_replicas_equal"),
     "references.same_model": ("assert_same_model",),
     "attack.deadlock": (

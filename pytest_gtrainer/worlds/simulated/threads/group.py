@@ -30,7 +30,7 @@ from pytest_gtrainer._torch.threads import (
     reduction_of,
     unseen_by_modes,
 )
-from pytest_gtrainer.facts import counted
+from pytest_gtrainer.facts import counted, notify
 from pytest_gtrainer.worlds import ranks_by, ranks_text
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel, collectives
 from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution, dtype_text, texts
@@ -227,12 +227,21 @@ class SharedGroups:
 class _Work(Work):
     """A collective or a message under way, as one rank sees it."""
 
-    def __init__(self, team: ThreadTeam, rank: int, event: Awaited, outputs: list[Tensor]) -> None:
+    def __init__(
+        self,
+        team: ThreadTeam,
+        rank: int,
+        event: Awaited,
+        outputs: list[Tensor],
+        text: str,
+    ) -> None:
         super().__init__()
         self._team, self._rank, self._event, self._outputs = team, rank, event, outputs
+        self._text = text
 
     def wait(self, timeout: Any = None) -> bool:
         self._team.wait(self._rank, self._event)
+        notify("received", what=self._text, outputs=self._outputs)
         return True
 
     def is_completed(self) -> bool:
@@ -290,7 +299,7 @@ class ThreadGroup(dist.ProcessGroup):
             with self._failing_all(), unseen_by_modes(), self._shared.under():
                 meeting.hold()
             self._team.announce(meeting)
-        return _Work(self._team, self._global_rank, meeting, outputs)
+        return _Work(self._team, self._global_rank, meeting, outputs, text)
 
     def _check(self, text: str, tensors: list[Tensor]) -> None:
         """Check what every call needs; ``text`` begins with its name."""
@@ -435,7 +444,7 @@ class ThreadGroup(dist.ProcessGroup):
 
         done = Awaited()
         done.happened = True
-        return _Work(self._team, self._global_rank, done, tensors)
+        return _Work(self._team, self._global_rank, done, tensors, "send")
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> _Work:
         self._check("recv", tensors)
@@ -447,7 +456,7 @@ class ThreadGroup(dist.ProcessGroup):
             message.happened = True
         else:
             self._place.wanted[route].append(message)
-        return _Work(self._team, self._global_rank, message, tensors)
+        return _Work(self._team, self._global_rank, message, tensors, "recv")
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> NoReturn:
         raise NoModel(

@@ -12,8 +12,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run test check gpu test-torch test-oldest-pytest test-transformers bench mutants docs dist lint env clean
 
-run: env          ## the main job: trace, rewrite, pin and prove a training step on 8 ranks
-	$(PYTEST) --gt-gpus=8 -m "not long" tests/parity
+run: env          ## the main job on one small model: goldens, bits on 8 ranks, a proof, two planted mistakes; a page
+	mkdir -p build
+	$(PYTEST) --gt-gpus=8 --gt-report=build/run.html examples/first
 
 test: env lint    ## the fast tier, which a developer waits for
 	$(PYTEST) --gt-gpus=8 -m "not long and not second_tier" -n $(WORKERS) --dist loadfile

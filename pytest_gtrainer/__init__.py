@@ -43,6 +43,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "references.parity": ("assert_parity", "assert_simulated_parity", "train_eager", "train_graph"),
     "references.invariant": ("assert_invariant",),
     "references.replicas": ("RanksDisagree", "ReplicasDiffer", "assert_replicas_equal"),
+    "references.runs": ("assert_runs_equal",),
     "references.same_model": ("assert_same_model",),
     "attack.deadlock": (
         "Collective",

@@ -79,11 +79,12 @@ from pytest_gtrainer.proofs.prove import prove
 from pytest_gtrainer.references.chunked import eager_chunked
 from pytest_gtrainer.references.config import new_model
 from pytest_gtrainer.references.eager import eager_bucket_layout, shard_eagerly
-from pytest_gtrainer.references.parity import VacuousCheck, assert_parity
+from pytest_gtrainer.references.parity import assert_parity
 from pytest_gtrainer.report.timeline import CostModel, timeline
 from pytest_gtrainer.testing.running import NothingShows, assert_same_values, sample
 from pytest_gtrainer.tracing.step import collector_off
 from pytest_gtrainer.worlds.fake import fake_world
+from pytest_gtrainer.worlds.simulated import VacuousCheck
 from pytest_gtrainer.worlds.simulated.interpreter import PerRank, RankGraph
 from pytest_gtrainer.worlds.simulated.net import NetModel
 from pytest_gtrainer.worlds.spec import World, WorldSpec

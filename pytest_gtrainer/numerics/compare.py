@@ -390,13 +390,19 @@ def starts_differ(actual: Tensors, expected: Tensors) -> str:
     return f"the two runs start from different weights, on {which}: seed both sides alike"
 
 
-def judged(actual: Tensors, expected: Tensors, what: str) -> tuple[Verdict, list[str]]:
+def judged(
+    actual: Tensors, expected: Tensors, what: str, doubts: Sequence[str] = ()
+) -> tuple[Verdict, list[str]]:
     """Compare what must be equal, and notify those who count or watch.
+
+    One of ``doubts``, why equal bits would prove nothing, makes an equal verdict unverified.
 
     Returns:
         The verdict, and what watchers know about it: with ``--gt-bisect``, which pass it was.
     """
     verdict, explanations = compare(actual, expected), list[str]()
+    if doubts and verdict.outcome == "equal":
+        verdict = replace(verdict, outcome="unverified", reasons=(*verdict.reasons, *doubts))
     facts.emit("verdict", outcome=verdict.label, tensors=verdict.compared, what=what)
     facts.notify(
         "comparison",

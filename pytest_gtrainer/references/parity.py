@@ -7,7 +7,7 @@ have failed, so it raises instead of passing. In a simulated world a difference 
 *path*: where the element sits on either side, and in which order each side adds it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypedDict, Unpack
@@ -27,15 +27,17 @@ from pytest_gtrainer.graph.layout import (
     Payload,
     assert_same_layout,
 )
-from pytest_gtrainer.numerics.compare import BitwiseDifference, Verdict, compare_control, judged
+from pytest_gtrainer.numerics.compare import compare_control
 from pytest_gtrainer.numerics.record import Record
+from pytest_gtrainer.numerics.verdict import Verdict
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass
-from pytest_gtrainer.proofs.proof import AnotherFunction, Proof, kind_in_words, offer_proof
+from pytest_gtrainer.proofs.proof import Proof, kind_in_words, offer_proof
 from pytest_gtrainer.references.config import TrainConfig, finished
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
 from pytest_gtrainer.references.proven import prove_training
-from pytest_gtrainer.references.replicas import on_any_rank, texts_of_ranks
+from pytest_gtrainer.references.replicas import on_any_rank
+from pytest_gtrainer.references.runs import check_equal, require_difference, require_identical
 from pytest_gtrainer.references.simulated import (
     ConfigOfMesh,
     SimulatedGraphRun,
@@ -44,7 +46,6 @@ from pytest_gtrainer.references.simulated import (
 )
 from pytest_gtrainer.tracing.model import ModelState, local
 from pytest_gtrainer.worlds.fake import net_of
-from pytest_gtrainer.worlds.simulated import VacuousCheck
 from pytest_gtrainer.worlds.simulated.net import Net, check_choice, row_of
 from pytest_gtrainer.worlds.spec import World
 
@@ -53,6 +54,8 @@ _AROUND = 2  # how many neighbours of a parameter in its bucket a path shows, on
 _REDUCTIONS = (REDUCE_SCATTER_NAME, ALL_REDUCE_NAME)
 _PROOF = "assert_parity(config, gt_world, proof=True)"
 _PROOF_ELSEWHERE = f'{_PROOF} in gt_world("simulated", size=4, nodes=2)'
+_WHAT = "graph against eager"
+_OTHER_ORDER = "with payloads packed in another order "
 _NOT_FINITE = (
     "gradients or losses hold NaN or inf, which are the same in every order",
     "take inputs, or initial weights, for which losses and gradients are finite",
@@ -243,15 +246,16 @@ def _parity_on_ranks(
     failure = None
     unread: tuple[str, ...] = ()
     try:
-        unread = _check_equal(
-            config,
+        unread = check_equal(
             record,
             expected,
-            layouts,
-            "on this rank",
-            paths=lambda verdict, record: [offer_proof(_PROOF_ELSEWHERE)],
-            resharded=_reshards(options),
-            wasted=graph.wasted(),
+            _WHAT,
+            check_layout=partial(
+                _check_layouts, config, layouts, _reshards(options), graph.wasted()
+            ),
+            where="on this rank",
+            row={},
+            explain=lambda verdict: [offer_proof(_PROOF_ELSEWHERE)],
         )
     except AssertionError as error:
         failure = error
@@ -264,20 +268,9 @@ def _parity_on_ranks(
     with random_states_kept():
         other = _control_on_ranks(graph, start, states)
         control = compare_control(other.select(step=0), record.select(step=0))
-    # One rank that sees the other order is enough.
-    shows = on_any_rank(control.outcome == "different")
-    if must_show and not shows:
-        for reasons in texts_of_ranks("\n".join(control.reasons)):
-            if reasons:
-                raise VacuousCheck(f"with payloads packed in another order {reasons}")
-        cause, advice = _why_invisible(layouts["eager"], config)
-        if on_any_rank(bool(control.not_finite)):
-            cause, advice = _NOT_FINITE
-        raise VacuousCheck(
-            "payloads packed in another order give the same bits on these ranks, because "
-            f"{cause}; so this check cannot fail: {advice}, or accept the layouts and the other "
-            f'bits as proof (invisible="report"), or prove it for any numbers: {_PROOF_ELSEWHERE}'
-        )
+    if must_show:
+        why = partial(_why_equal_on_ranks, layouts["eager"], config)
+        require_difference(control, _OTHER_ORDER, why)
     return Parity(record, expected, control, layouts["eager"], unread)
 
 
@@ -358,7 +351,7 @@ def _simulated_parity(
     __tracebackhide__ = True
     net = net_of(world)
 
-    def explain(verdict: Verdict, record: Record) -> Iterator[str]:
+    def explain(verdict: Verdict) -> Iterator[str]:
         yield from paths_of_first(net, layouts, subject.group_of, verdict, record)
         if proof:
             yield kind_in_words(lambda: prove_training(subject, config, world), nodes=0, call="")
@@ -370,27 +363,19 @@ def _simulated_parity(
         subject = SimulatedGraphRun(config, world, **options)
         eager = simulated_eager(config, net, mesh=world.mesh)
         layouts, record = {"graph": subject.layout(), "eager": eager.layout}, subject.run()
-        unread = _check_equal(
-            subject.config,
+        unread = check_equal(
             record,
             eager.record,
-            layouts,
-            "under this net",
-            row,
-            explain,
-            resharded=_reshards(options),
-            wasted=subject.wasted(),
+            _WHAT,
+            check_layout=partial(
+                _check_layouts, subject.config, layouts, _reshards(options), subject.wasted()
+            ),
+            where="under this net",
+            row=row,
+            explain=explain,
         )
         if proof:
-            proven = prove_training(subject, config, world)
-            row["result"] = f"equal, and proven {proven.kind}"
-            facts.emit("verdict", outcome=proven.kind, tensors=proven.compared, what="proof")
-            if proven.kind != "identical":
-                raise AnotherFunction(
-                    "bits of graph and eager training are equal for these numbers, and not for "
-                    f"any:\n{proven}",
-                    proven,
-                )
+            proven = require_identical(prove_training(subject, config, world), _WHAT, row)
             return Parity(record, eager.record, None, eager.layout, unread, proven)
         if subject.config.replicate:
             build, extents = config_of_mesh(config, world.size, world.mesh)
@@ -406,7 +391,7 @@ def _simulated_parity(
         elif control.outcome == "unverified":
             row["result"] = "equal, but the control proves nothing"
         if must_show:
-            _require_visible(control)
+            require_difference(control, _OTHER_ORDER, _why_equal_under_net)
     except Exception as error:
         row["result"] = row["result"] or f"stopped by {type(error).__name__}"
         raise
@@ -415,20 +400,25 @@ def _simulated_parity(
     return Parity(record, eager.record, control, eager.layout, unread)
 
 
-def _require_visible(control: Verdict) -> None:
-    """Raise if a control under a net has the same bits, or proves nothing."""
-    __tracebackhide__ = True
-    if control.reasons:
-        raise VacuousCheck(f"with payloads packed in another order {control.reasons[0]}")
-    if control.outcome == "different":
-        return
-    if control.not_finite:
+def _why_equal_on_ranks(layout: BucketLayout, config: TrainConfig, is_not_finite: bool) -> str:
+    cause, advice = _why_invisible(layout, config)
+    if is_not_finite:
         cause, advice = _NOT_FINITE
-        raise VacuousCheck(
+    return (
+        "payloads packed in another order give the same bits on these ranks, because "
+        f"{cause}; so this check cannot fail: {advice}, or accept the layouts and the other "
+        f'bits as proof (invisible="report"), or prove it for any numbers: {_PROOF_ELSEWHERE}'
+    )
+
+
+def _why_equal_under_net(is_not_finite: bool) -> str:
+    if is_not_finite:
+        cause, advice = _NOT_FINITE
+        return (
             f"the control is equal, because {cause}; so this check could not fail: {advice}. Or "
             f"prove it for any numbers: {_PROOF}"
         )
-    raise VacuousCheck(
+    return (
         "payloads packed in another order give the same bits under this net, so this check could "
         "not fail. A reduce-scatter shows the order only where channels add in different orders: "
         "take two nodes or more with two channels or more, or rings of your own that differ. An "
@@ -438,60 +428,28 @@ def _require_visible(control: Verdict) -> None:
     )
 
 
-def _check_equal(
-    config: TrainConfig,
-    record: Record,
-    expected: Record,
-    layouts: Mapping[str, BucketLayout],
-    where: str,
-    row: dict[str, Any] | None = None,
-    paths: Callable[[Verdict, Record], Iterable[str]] = lambda verdict, record: (),
-    resharded: bool = False,
-    wasted: str = "",
+def _check_layouts(
+    config: TrainConfig, layouts: Mapping[str, BucketLayout], is_resharded: bool, wasted: str
 ) -> tuple[str, ...]:
-    """Check that layouts and bits of graph and eager are equal; return ``Parity.unread``.
+    """Check that the layouts of graph and eager are equal; return ``Parity.unread``.
 
     Args:
-        where: the ranks that are compared, for the message.
-        row: the row of a net in the summary's table, which gets its result.
-        paths: explains a difference in lines.
-        resharded: the graph must gather again whatever its backward reads.
+        is_resharded: the graph must gather again whatever its backward reads.
         wasted: a sentence on collectives that nobody reads; "" for none.
     """
     __tracebackhide__ = True
-    row = {} if row is None else row
-    verdict, explanations = judged(record, expected, "graph against eager")
-    bits = ""
-    if verdict.outcome != "equal":
-        row["result"] = "UNVERIFIED"
-        if verdict.first:
-            at = verdict.first.key
-            row["result"] = f"DIFFERENT at step {at.step}, {at.phase} of {at.name}"
-        bits = "\n".join([str(verdict), *paths(verdict, record), *explanations])
-
     unread: tuple[str, ...] = ()
-    try:
-        if not config.replicate:  # DDP has no buckets of parameters
-            unread = assert_same_layout(layouts["graph"], layouts["eager"])
-        kept = layouts["graph"].kept
-        if resharded and kept and not config.replicate:
-            raise LayoutDifference(
-                "reshard_after_forward=True, and the backward reads the forward's copy of "
-                f"{spell_some(kept, 1)}: a pass between resharding and bucketing lost its "
-                "second all-gather"
-            )
-        if wasted:
-            raise LayoutDifference(wasted)
-    except LayoutDifference as difference:
-        # It is the context of what is raised: a failed check without an heir counts as hidden.
-        if bits:
-            raise LayoutDifference(f"{difference}\nand therefore bits are {bits}") from None
-        row["result"] = "layouts differ, bits do not"
+    if not config.replicate:  # DDP has no buckets of parameters
+        unread = assert_same_layout(layouts["graph"], layouts["eager"])
+    kept = layouts["graph"].kept
+    if is_resharded and kept and not config.replicate:
         raise LayoutDifference(
-            f"{difference}\nall bits are equal {where}: only the layout shows it"
-        ) from None
-    if bits:
-        raise BitwiseDifference(bits, verdict)
+            "reshard_after_forward=True, and the backward reads the forward's copy of "
+            f"{spell_some(kept, 1)}: a pass between resharding and bucketing lost its "
+            "second all-gather"
+        )
+    if wasted:
+        raise LayoutDifference(wasted)
     return unread
 
 

@@ -39,16 +39,20 @@ def prove_training(
     return prove_programs((graph, eager))
 
 
-class _Recorder(Record):
-    """Takes copies of what a run records, as its results."""
+class ResultRecorder(Record):
+    """Takes copies of what a run records, as its results; its length counts them."""
 
     def __init__(self, world_size: int, left: Left) -> None:
         super().__init__(world_size)
-        self._left = left
+        self._left, self._count = left, 0
+
+    def __len__(self) -> int:
+        return self._count
 
     def add(self, step: int, rank: int, phase: str, name: str, tensor: Tensor) -> None:
         result = f"{phase} of {name}" if phase != name else name
         self._left.outputs[f"{result}, step {step}", rank] = local(tensor).detach().clone()
+        self._count += 1
 
 
 def _abstract(config: TrainConfig, mode: ArithmeticMode) -> TrainConfig:
@@ -57,7 +61,7 @@ def _abstract(config: TrainConfig, mode: ArithmeticMode) -> TrainConfig:
     def model() -> nn.Module:
         built = config.model()
         for name, parameter in built.named_parameters():
-            make_abstract(mode, local(parameter), (name, *_shard_of(parameter)))
+            make_abstract(mode, local(parameter), (name, *shard_of(parameter)))
         return built
 
     def batch(step: int, coordinate: int) -> Batch:
@@ -72,7 +76,7 @@ def _abstract(config: TrainConfig, mode: ArithmeticMode) -> TrainConfig:
     return replace(config, model=model, batch=batch)
 
 
-def _shard_of(parameter: Tensor) -> list[int]:
+def shard_of(parameter: Tensor) -> list[int]:
     """Return which shard of a parameter this rank has: ranks with other shards have other numbers.
 
     What is no DTensor counts as the same on all ranks.
@@ -87,7 +91,8 @@ def _shard_of(parameter: Tensor) -> list[int]:
     return found
 
 
-def _net_for(mode: ArithmeticMode, net: Net) -> Net:
+def net_for(mode: ArithmeticMode, net: Net) -> Net:
+    """Return the net in which ranks add in an arithmetic: a field knows no order."""
     return AnyOrder.of(net) if isinstance(mode.arithmetic, Field) else net
 
 
@@ -97,10 +102,10 @@ class _GraphTraining(Program):
 
     def _run(self, mode: ArithmeticMode, left: Left) -> None:
         subject = self._subject.started_under(
-            mode.on_another_thread, _net_for(mode, self._net), lambda own: _abstract(own, mode)
+            mode.on_another_thread, net_for(mode, self._net), lambda own: _abstract(own, mode)
         )
         with mode:
-            subject.run(_Recorder(self._net.size, left))
+            subject.run(ResultRecorder(self._net.size, left))
 
 
 class _EagerTraining(Program):
@@ -111,8 +116,8 @@ class _EagerTraining(Program):
     def _run(self, mode: ArithmeticMode, left: Left) -> None:
         simulated_eager(
             lambda mesh: _abstract(self._build(mesh), mode),
-            _net_for(mode, self._net),
+            net_for(mode, self._net),
             mesh=self._extents,
-            recorders=[_Recorder(self._net.size, left) for _ in range(self._net.size)],
+            recorders=[ResultRecorder(self._net.size, left) for _ in range(self._net.size)],
             under=mode.on_another_thread,
         )

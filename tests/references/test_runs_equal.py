@@ -1,0 +1,372 @@
+"""``assert_runs_equal``: two trainers of any kind, compared in bits, with a control or a proof."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as collectives
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from pytest_gtrainer import (
+    AnotherFunction,
+    BitwiseDifference,
+    LayoutDifference,
+    Record,
+    VacuousCheck,
+    assert_runs_equal,
+    bucket_layout,
+)
+
+THREE = pytest.mark.gt_world("ranks", size=3)
+TWO_NODES = pytest.mark.gt_world("simulated", size=4, nodes=2)
+
+
+def model():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def batch(step, rank=0):
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def gradients_of(loss, parameters):
+    return torch.autograd.grad(loss, parameters)
+
+
+def trainer(reduce=None, lr=0.1, steps=2):
+    """Return a side that trains with SGD; ``reduce`` changes the gradients of a step in place."""
+
+    def train(run):
+        net = run.start(model())
+        optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = net(run.input(f"batch {step}, {rank}", batch(step, rank))).square().mean()
+            loss.backward()
+            if reduce is not None:
+                reduce([each.grad for each in net.parameters()])
+            run.gradients(net)
+            optimizer.step()
+            run.step(loss, net, optimizer)
+
+    return train
+
+
+def each(grads):
+    for grad in grads:
+        dist.all_reduce(grad)
+        grad.div_(dist.get_world_size())
+
+
+def bucketed(grads):
+    bucket = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(bucket)
+    bucket.div_(dist.get_world_size())
+    for grad, own in zip(grads, bucket.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(own.view_as(grad))
+
+
+def gathered(grads, backwards=False):
+    """Add the gradients of all ranks one after the other, from the last one if ``backwards``."""
+    for grad in grads:
+        parts = [torch.empty_like(grad) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, grad)
+        if backwards:
+            parts.reverse()
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        grad.copy_(total / len(parts))
+
+
+def gathered_backwards(grads):
+    gathered(grads, backwards=True)
+
+
+def eager():
+    net, x = model(), batch(0)
+    loss = net(x).square().mean()
+    return {"loss": loss, "gradients": list(gradients_of(loss, list(net.parameters())))}
+
+
+def traced():
+    """The same step as a graph of another tracer."""
+    net, x = model(), batch(0)
+    weights = dict(net.named_parameters())
+
+    def step(weights, x):
+        loss = torch.func.functional_call(net, weights, (x,)).square().mean()
+        return loss, gradients_of(loss, list(weights.values()))
+
+    loss, grads = make_fx(step)(weights, x)(weights, x)
+    return {"loss": loss, "gradients": list(grads)}
+
+
+def scaled(by=1.001):
+    def run():
+        return {"loss": eager()["loss"] * by}
+
+    return run
+
+
+def test_a_graph_of_another_tracer_and_eager_code():
+    runs = assert_runs_equal(traced, eager, control=scaled())
+    assert runs.control.outcome == "different"
+    assert sorted(runs.actual) == ["gradients[0]", *(f"gradients[{n}]" for n in (1, 2, 3)), "loss"]
+
+
+def test_a_difference_names_the_first_step_and_tensor():
+    with pytest.raises(BitwiseDifference) as failure:
+        assert_runs_equal(trainer(lr=0.11), trainer(), control=trainer(lr=0.2))
+    assert "first at step 0, rank 0, weight of 0.weight, element (0, 0)" in str(failure.value)
+    assert "rounding or a bug? assert_runs_equal(..., proof=True)" in str(failure.value)
+
+
+def test_what_is_drawn_is_drawn_alike_and_the_states_of_the_caller_stay():
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+
+    def draws():
+        return {"noise": torch.randn(3)}
+
+    assert_runs_equal(draws, draws, control=lambda: {"noise": torch.randn(6)[3:]})
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("control", [eager, scaled(1.0), scaled(float("nan"))])
+def test_a_control_that_shows_nothing(control):
+    with pytest.raises(VacuousCheck, match=r"the control run is equal|differs only where"):
+        assert_runs_equal(eager, eager, control=control)
+
+
+@pytest.mark.parametrize(
+    "other", [{"los": torch.ones(())}, {"loss": torch.ones(2)}, {}], ids=["name", "shape", "none"]
+)
+def test_a_control_of_other_names_or_shapes(other):
+    with pytest.raises(VacuousCheck, match=r"other names, shapes or dtypes|nothing was captured"):
+        assert_runs_equal(eager, eager, control=lambda: other)
+
+
+def records_and_returns(run):
+    run.step(torch.ones(()))
+    return {"loss": torch.ones(())}
+
+
+@pytest.mark.parametrize(
+    ("side", "says"),
+    [
+        (lambda: None, "returned nothing and takes no recorder: return tensors"),
+        (lambda run: None, "returned nothing and recorded nothing"),
+        (records_and_returns, "records_and_returns records and returns a dict: do one of them"),
+    ],
+)
+def test_sides_without_a_result(side, says):
+    with pytest.raises(ValueError, match=says) as failure:
+        assert_runs_equal(side, eager, control=eager)
+    assert failure.value.__notes__ == ["raised by the actual side of assert_runs_equal"]
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "says"),
+    [
+        (lambda: {}, lambda: [], "nothing was captured"),
+        (lambda: {"loss": torch.ones(())}, eager, "only in expected\n    gradients"),
+        (scaled(float("nan")), scaled(float("nan")), "loss is NaN or infinite in every element"),
+        (Record, Record, "nothing was captured"),
+    ],
+    ids=["no tensors", "other names", "not finite", "empty records"],
+)
+def test_sides_of_which_nothing_follows(actual, expected, says):
+    with pytest.raises(BitwiseDifference, match=says):
+        assert_runs_equal(actual, expected, control=scaled())
+
+
+def test_a_loss_that_is_not_finite_in_a_recorded_run():
+    def diverged(run):
+        run.step(torch.tensor(float("inf")))
+
+    with pytest.raises(BitwiseDifference, match="the run is not finite: step 0, rank 0, loss"):
+        assert_runs_equal(diverged, diverged, control=diverged)
+
+
+def test_sides_that_return_one_result():
+    kept = eager()
+    with pytest.raises(BitwiseDifference, match="both sides return the same memory"):
+        assert_runs_equal(lambda: kept, lambda: kept, control=scaled())
+
+
+def test_sides_that_go_on_with_one_model():
+    net = model()
+
+    def train(run):
+        run.start(net)
+        loss = net(batch(0)).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter -= 0.1 * parameter.grad
+        run.step(loss)
+
+    with pytest.raises(BitwiseDifference, match="the two runs start from different weights"):
+        assert_runs_equal(train, train, control=train)
+
+
+@pytest.mark.parametrize("options", [{"control": None}, {"control": eager, "proof": True}])
+def test_neither_or_both_of_control_and_proof(options):
+    with pytest.raises(ValueError, match="needs a run that has other bits, control=, or a proof"):
+        assert_runs_equal(eager, eager, **options)
+
+
+@pytest.mark.gt_world("fake", size=2)
+def test_a_fake_world_moves_no_data(gt_world):
+    with pytest.raises(ValueError, match="this world of 2 ranks moves no data"):
+        assert_runs_equal(eager, eager, control=scaled())
+
+
+@pytest.mark.gt_world("fake", size=1)
+def test_a_fake_world_of_one_rank(gt_world):
+    assert_runs_equal(traced, eager, control=scaled())
+
+
+def test_a_proof_in_one_process():
+    def twice(run):
+        net = run.start(model())
+        loss = net(run.input("x", batch(0))).square().mean()
+        return {"loss": loss * 2, "gradient": gradients_of(loss + loss, [net[0].weight])}
+
+    def added(run):
+        net = run.start(model())
+        loss = net(run.input("x", batch(0))).square().mean()
+        return {"loss": loss + loss, "gradient": gradients_of(loss + loss, [net[0].weight])}
+
+    assert assert_runs_equal(twice, twice, control=None, proof=True).proof.kind == "identical"
+    # Doubling is exact, so no numbers would show that these add and multiply.
+    with pytest.raises(AnotherFunction, match="bits are equal for these numbers, and not for any"):
+        assert_runs_equal(twice, added, control=None, proof=True)
+
+
+def test_a_difference_is_told_with_its_kind_where_a_proof_is_asked_for():
+    with pytest.raises(BitwiseDifference, match="in exact arithmetic: another function"):
+        assert_runs_equal(trainer(lr=0.11, steps=1), trainer(steps=1), control=None, proof=True)
+
+
+def test_a_proof_of_sides_that_have_only_numbers_of_their_own():
+    with pytest.raises(ValueError, match=r"a side made nothing abstract.*run.start\(model\)"):
+        assert_runs_equal(eager, eager, control=None, proof=True)
+
+
+@TWO_NODES
+def test_a_simulated_world(gt_world):
+    runs = assert_runs_equal(
+        trainer(gathered), trainer(gathered), control=trainer(gathered_backwards), world=gt_world
+    )
+    assert runs.actual.ranks == (0, 1, 2, 3)
+    # On two nodes a ring adds an element in an order that depends on its place in the payload.
+    with pytest.raises(BitwiseDifference, match="first at step 0, rank 0, gradient of"):
+        assert_runs_equal(
+            trainer(bucketed), trainer(each), control=trainer(gathered), world=gt_world
+        )
+
+
+@pytest.mark.second_tier
+@TWO_NODES
+def test_proofs_in_a_simulated_world(gt_world):
+    one = trainer(gathered, steps=1)
+    runs = assert_runs_equal(one, one, control=None, proof=True, world=gt_world)
+    assert (runs.proof.kind, runs.control) == ("identical", None)
+    with pytest.raises(BitwiseDifference, match="in exact arithmetic: reordered"):
+        assert_runs_equal(
+            trainer(bucketed, steps=1),
+            trainer(each, steps=1),
+            control=None,
+            proof=True,
+            world=gt_world,
+        )
+
+
+@TWO_NODES
+def test_returned_tensors_have_the_name_of_their_rank(gt_world):
+    def own(by):
+        return lambda: {"x": torch.ones(2) * (dist.get_rank() + by)}
+
+    runs = assert_runs_equal(own(1), own(1), control=own(2), world=gt_world)
+    assert sorted(runs.actual) == [f"rank {rank}.x" for rank in range(4)]
+
+
+@THREE
+def test_ranks(gt_world):
+    runs = assert_runs_equal(
+        trainer(gathered), trainer(gathered), control=trainer(gathered_backwards)
+    )
+    assert runs.actual.ranks == (gt_world.rank,)
+    with pytest.raises(VacuousCheck, match="the control run is equal: this check cannot fail"):
+        assert_runs_equal(trainer(gathered), trainer(gathered), control=trainer(gathered))
+    with pytest.raises(ValueError, match="proof=True on real ranks"):
+        assert_runs_equal(trainer(each), trainer(each), control=None, proof=True)
+
+
+@THREE
+def test_a_control_that_one_rank_sees_is_enough(gt_world):
+    def own(by):
+        return lambda: {"x": torch.ones(2) + by * (gt_world.rank == 2)}
+
+    runs = assert_runs_equal(own(0), own(0), control=own(1))
+    assert runs.control.outcome == ("different" if gt_world.rank == 2 else "equal")
+
+
+@THREE
+@pytest.mark.xfail(raises=ZeroDivisionError, strict=True)
+def test_a_side_that_raises_on_one_rank(gt_world):
+    def raises():
+        1 / (gt_world.rank - 1)
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        return x
+
+    assert_runs_equal(raises, raises, control=raises)
+
+
+@THREE
+@pytest.mark.xfail(raises=BitwiseDifference, strict=True)
+def test_a_difference_on_one_rank(gt_world):
+    def own(by):
+        return lambda: {"x": torch.ones(2) + by * (gt_world.rank == 2)}
+
+    def control():
+        raise RuntimeError("this rank has started it alone")
+
+    assert_runs_equal(own(1), own(0), control=control)
+
+
+@pytest.mark.gt_world("fake", size=2)
+def test_layouts(gt_world):
+    weights = nn.ParameterDict({"a": torch.ones(2), "b": torch.ones(2)})
+
+    def graph_of(*order):
+        def step(a, b):
+            both = torch.cat([(a, b)[index] for index in order])
+            return collectives.wait_tensor(collectives.all_gather_tensor(both, 0, dist.group.WORLD))
+
+        return bucket_layout(make_fx(step)(*weights.values()), names=weights)
+
+    layouts = graph_of(0, 1), graph_of(1, 0)
+    dist.destroy_process_group()
+
+    def side(layout, value=1.0):
+        def train(run):
+            run.layout_of(layout)
+            run.step(torch.tensor(value))
+
+        return train
+
+    assert assert_runs_equal(
+        side(layouts[0]), side(layouts[0]), control=side(layouts[0], 2.0)
+    ).layout
+    with pytest.raises(LayoutDifference, match="all bits are equal here: only the layout shows it"):
+        assert_runs_equal(side(layouts[0]), side(layouts[1]), control=side(layouts[0], 2.0))
+    with pytest.raises(ValueError, match="the expected side noted no layout, and the other did"):
+        assert_runs_equal(
+            side(layouts[0]), lambda run: run.step(torch.tensor(1.0)), control=side(layouts[0], 2.0)
+        )

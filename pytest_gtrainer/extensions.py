@@ -33,6 +33,14 @@ def passes() -> dict[str, Callable[..., Any]]:
     return together(config.hook.pytest_gtrainer_passes(config=config), "pass")
 
 
+def models() -> dict[str, Callable[..., Any]]:
+    """Return the functions that make models, which hooks give, by name; none without a session."""
+    if not _configs:
+        return {}
+    config = _configs[-1]
+    return together(config.hook.pytest_gtrainer_models(config=config), "model")
+
+
 def worlds(config: pytest.Config, ours: Collection[str]) -> dict[str, EnterWorld]:
     """Return the kinds of worlds that hooks give.
 

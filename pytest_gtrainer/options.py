@@ -40,6 +40,13 @@ def _modules(text: str) -> list[str]:
     return names
 
 
+def _names(text: str) -> list[str]:
+    names = text.replace(",", " ").split()
+    if not names:
+        raise ValueError("module:function")
+    return names
+
+
 _COUNT, _RANK = _whole(1, "a whole number"), _whole(0, "a rank")
 
 
@@ -197,6 +204,14 @@ OPTIONS: tuple[Option, ...] = (
             "ddp",
             "chunking",
         ),
+    ),
+    Option(
+        "model",
+        "functions that return a model of your own, or its graphs: --gt-pass is tested on these, "
+        "too; also names of the hook pytest_gtrainer_models",
+        (),
+        metavar="MODULE:FUNCTION[,...]",
+        parse=_names,
     ),
     Option("conformance", "write the conformance table as JSON", metavar="FILE"),
     Option(

@@ -27,7 +27,8 @@ ROOMS = (
     {"hookspecs"},
     # ---- above imports pytest; below does not
     {"over_time"},
-    {"attack", "compiling"},
+    {"attack"},
+    {"compiling"},
     {"bisect"},
     {"references"},
     {"proofs"},

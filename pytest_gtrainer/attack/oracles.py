@@ -79,15 +79,20 @@ def world_of(text: str) -> Iterator[int]:
         yield world.size
 
 
-def load_pass(path: str, option: str = "--proof") -> Pass:
-    """Return the pass that ``module:name`` names, as given by a command's option.
+def load_named(path: str, option: str, example: str) -> Any:
+    """Return what ``module:name`` names, as given by an option.
+
+    Args:
+        path: the module and the name.
+        option: which has this value, for messages.
+        example: of a value.
 
     Raises:
-        ValueError: there is no such module or name, or it cannot be called.
+        ValueError: there is no such module or name.
     """
     module, colon, name = path.partition(":")
     if not colon or not name:
-        raise ValueError(f"{option}={path}: expected module:name, as my_package.passes:my_pass")
+        raise ValueError(f"{option}={path}: expected module:name, as {example}")
     # As ``python -m`` does, and an installed command does not.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -97,7 +102,18 @@ def load_pass(path: str, option: str = "--proof") -> Pass:
             found = getattr(found, part)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{option}={path}: {error}") from None
+    return found
+
+
+def load_pass(path: str, option: str = "--proof") -> Pass:
+    """Return the pass that ``module:name`` names, as given by a command's option.
+
+    Raises:
+        ValueError: there is no such module or name, or it cannot be called.
+    """
+    found = load_named(path, option, "my_package.passes:my_pass")
     if not callable(found):
+        name = path.rpartition(":")[2]
         raise ValueError(f"{option}={path}: {name} is of type {type(found).__name__}, not a pass")
     return as_pass(found)
 

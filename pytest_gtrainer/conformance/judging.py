@@ -8,7 +8,7 @@ import importlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,10 +16,19 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import fx
 
 from pytest_gtrainer import facts
-from pytest_gtrainer.conformance.recipes import LINEARS, Recipe, graph_of
+from pytest_gtrainer.attack.models import ModelError
+from pytest_gtrainer.conformance.recipes import (
+    LINEARS,
+    OwnRecipe,
+    Recipe,
+    graph_of,
+    own_recipes,
+)
+from pytest_gtrainer.facts import counted
 from pytest_gtrainer.graph.layout import Payload, bucket_layout
 from pytest_gtrainer.graphtext.rendering import render
 from pytest_gtrainer.passes.graph_pass import as_pass, options_of
@@ -94,6 +103,8 @@ class Adapter:
             that waits may take sixty times as long by the clock. Code that does not come back to
             Python is not interrupted, nor is anything outside of the main thread.
         path: ``module:name`` by which another process finds it; without one it is pickled.
+        models: models of your own, ``module:function`` or a name of ``pytest_gtrainer_models``:
+            the rules are judged on their graphs, too. ``--gt-model`` adds to them.
     """
 
     function: Callable[..., Any]
@@ -106,17 +117,29 @@ class Adapter:
     broken: Mapping[str, str] = field(default_factory=dict)
     limit: float = 60.0
     path: str = ""
+    models: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise TypeError(f"a pass is a function, and {self.function!r} is none")
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r}: expected one of {', '.join(KINDS)}")
+        if self.models and self.kind == "chunking":
+            raise ValueError(
+                "kind='chunking' is judged against eager chunking of our own models: leave "
+                f"{', '.join(self.models)} out"
+            )
 
     @property
     def name(self) -> str:
         """The name of the pass, for tables."""
         return str(getattr(self.function, "__name__", type(self.function).__name__))
+
+    @property
+    def needs_plan(self) -> bool:
+        """Return whether the pass has an option for a bucket plan, which the rules have to give."""
+        is_given = "bucket_plan" in self.options
+        return self.call is None and "bucket_plan" in options_of(self.function) and not is_given
 
     @property
     def takes_plan(self) -> bool:
@@ -292,6 +315,10 @@ class Run:
         """
         name = self.adapter.name
         given: dict[str, Any] = {"bucket_plan": self.recipe.plan}
+        if self.adapter.needs_plan and not self.recipe.plan:
+            raise ModelError(
+                f"{self.recipe} has no bucket plan: let its function return a TrainConfig"
+            )
         if self.adapter.kind == "chunking":
             given = {"config": self.recipe.chunking, "twin": graph_of(self.recipe, twin=True)}
         try:
@@ -327,6 +354,8 @@ class Run:
         if recipe.mesh:
             mesh = ", ".join(f"{name}={extent}" for name, extent in recipe.mesh)
             lines += [f"# world: fake {recipe.size}, rank 1", f"# mesh: {mesh}"]
+        elif isinstance(recipe, OwnRecipe):
+            lines.append(f"# world: fake {recipe.size}, rank {dist.get_rank()}")
         options = ""
         if adapter.takes_plan and adapter.call is None:
             options = f"(bucket_plan={recipe.plan})"
@@ -349,6 +378,7 @@ class Rule:
         world: the world that the judge needs.
         merging: the rule proves nothing of a pass that merges no collectives.
         may_refuse: a graph that the pass refuses holds the rule; else it is an error.
+        any_model: it can be judged on graphs of other models than ours.
         judge: the function.
     """
 
@@ -359,6 +389,7 @@ class Rule:
     world: World
     merging: bool
     may_refuse: bool
+    any_model: bool
     judge: Callable[[Run], None]
 
 
@@ -375,39 +406,51 @@ def rule(
     world: World = FAKE,
     merging: bool = False,
     may_refuse: bool = False,
+    any_model: bool | None = None,
 ) -> Callable[[Any], Any]:
     """Register a judge; the arguments are the attributes of ``Rule``."""
 
     def register(judge: Callable[[Run], None]) -> Callable[[Run], None]:
-        RULES[id] = Rule(id, says, kinds, graphs, world, merging, may_refuse, judge)
+        # Without graphs of its own a rule makes models that it knows.
+        fits = bool(graphs) if any_model is None else any_model
+        RULES[id] = Rule(id, says, kinds, graphs, world, merging, may_refuse, fits, judge)
         return judge
 
     return register
 
 
-def judge(rule: Rule, adapter: Adapter, request: pytest.FixtureRequest) -> None:
+def judge(rule: Rule, adapter: Adapter, request: pytest.FixtureRequest, model: str = "") -> None:
     """Judge a rule in the running test, and report the result to the table.
+
+    Args:
+        model: judge it on the graphs of this model of the user, not on ours.
 
     Raises AssertionError if the rule is broken, or if the pass raised; skips the test if the rule
     is not claimed, or proves nothing and the adapter is not strict.
     """
     __tracebackhide__ = True
+    name = f"{adapter.name} on {model}" if model else adapter.name
 
     def report(result: str, why: str = "", graph: object = "") -> None:
         first_line = why.strip().partition("\n")[0]
-        judged = {"pass": adapter.name, "rule": rule.id, "says": rule.says}
+        judged = {"pass": name, "rule": rule.id, "says": rule.says}
         facts.emit("conformance", **judged, result=result, why=first_line, graph=str(graph))
 
     reason = reason_for(rule.id, adapter.not_claimed)
     if reason is not None:
         report("not claimed", reason)
         pytest.skip(f"not claimed: {reason}")
-    recipes = as_given(adapter.kind, rule.graphs or (Recipe(),))
-    proving_nothing = []
+    try:
+        recipes = _recipes_for(rule, adapter, model)
+    except ValueError as error:
+        report("error", str(error), model)
+        raise AssertionError(str(error)) from None
+    could_fail, proving_nothing = [], []
     for recipe in recipes:
         run = Run(adapter, recipe, request)
         try:
             _judge_run(rule, run)
+            could_fail.append(str(recipe))
         except Nothing as error:
             proving_nothing.append(str(error))
         except Exception as error:
@@ -416,15 +459,31 @@ def judge(rule: Rule, adapter: Adapter, request: pytest.FixtureRequest) -> None:
             if not isinstance(error, AssertionError | Raised):  # a mistake of the rule itself
                 why, cause = f"the graph cannot be judged: {type(error).__name__}: {error}", error
             report(result, why, recipe)
-            kept = run.keep(rule) if rule.graphs else ""
+            kept = run.keep(rule) if rule.graphs or model else ""
             raise AssertionError(f"{rule.id} ({rule.says}), on {recipe}:\n{why}\n{kept}") from cause
-    if len(proving_nothing) == len(recipes):
+    if not could_fail:
         why = proving_nothing[0]
         report("proves nothing", why)
         if adapter.strict:
             raise AssertionError(f"{rule.id} ({rule.says}) proves nothing: {recipes[0]}: {why}")
         pytest.skip(f"proves nothing: {recipes[0]}: {why}")
-    report("held")
+    where = f"on {counted(len(recipes), 'graph')}"
+    if not rule.graphs and not model:
+        where = "on models of its own"
+    if proving_nothing:
+        where = f"on {len(could_fail)} of {len(recipes)} graphs: {', '.join(could_fail)}"
+    report("held", f"could have failed {where}")
+
+
+def _recipes_for(rule: Rule, adapter: Adapter, model: str) -> list[Recipe]:
+    """Return the graphs that a rule is judged on.
+
+    Raises:
+        ValueError: the model of the user has no graph.
+    """
+    if model:
+        return own_recipes(model, adapter.kind, GIVEN[adapter.kind])
+    return as_given(adapter.kind, rule.graphs or (Recipe(),))
 
 
 def _judge_run(rule: Rule, run: Run) -> None:
@@ -435,7 +494,8 @@ def _judge_run(rule: Rule, run: Run) -> None:
         except Refused:
             return
     # D1 judges also a graph that the pass leaves alone: its buckets are not merged.
-    if rule.graphs and rule.id != "D1" and render(run.before) == render(run.after):
+    has_graph = bool(rule.graphs) or isinstance(run.recipe, OwnRecipe)
+    if has_graph and rule.id != "D1" and render(run.before) == render(run.after):
         raise Nothing("it changes nothing")
     if rule.merging and run.adapter.kind in MERGING:
         _ = run.merged
@@ -452,13 +512,15 @@ def test_of(kind: str, function: Callable[..., Any], **options: Any) -> Callable
     @pytest.mark.parametrize("rule", cases_of(adapter))
     def test_rule(rule: str, request: pytest.FixtureRequest) -> None:
         __tracebackhide__ = True
-        judge(RULES[rule], adapter, request)
+        judge_case(rule, adapter, request)
 
     return test_rule
 
 
 def cases_of(adapter: Adapter) -> list[Any]:
     """Return the rules of the adapter's kind as parameters, marked with the worlds that they need.
+
+    A parameter is a rule, or a rule and a model of the user: ``"E6"``, ``"E6 my_models:tiny"``.
 
     Raises ValueError if the adapter names a rule that does not exist.
     """
@@ -470,9 +532,24 @@ def cases_of(adapter: Adapter) -> list[Any]:
         if adapter.kind not in rule.kinds:
             continue
         world, options = rule.world
-        marks = [getattr(pytest.mark, MARKER)(world, **options)]
+        mark = getattr(pytest.mark, MARKER)(world, **options)
+        marks = [mark]
         why = reason_for(rule.id, adapter.broken)
         if why is not None:
             marks.append(pytest.mark.xfail(reason=why, strict=True, raises=AssertionError))
         cases.append(pytest.param(rule.id, id=rule.id, marks=marks))
+        if not rule.any_model:
+            continue
+        for model in dict.fromkeys(adapter.models):
+            # What is broken on our graphs need not show on every other one.
+            own = [mark] if why is None else [mark, pytest.mark.xfail(reason=why, strict=False)]
+            case = f"{rule.id} {model}"
+            cases.append(pytest.param(case, id=f"{rule.id}-{model}", marks=own))
     return cases
+
+
+def judge_case(case: str, adapter: Adapter, request: pytest.FixtureRequest) -> None:
+    """Judge a parameter of ``cases_of``."""
+    __tracebackhide__ = True
+    rule, _, model = case.partition(" ")
+    judge(RULES[rule], adapter, request, model)

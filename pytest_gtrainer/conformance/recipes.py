@@ -6,7 +6,7 @@ A recipe describes a small model, which is sharded and traced as one rank of a f
 import copy
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -16,7 +16,9 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy
 
+from pytest_gtrainer import extensions
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, WAIT, functional_collectives
+from pytest_gtrainer.attack.models import OwnGraph, graphs_of, load_model
 from pytest_gtrainer.graph.bucket_plan import BucketPlan
 from pytest_gtrainer.graph.collectives import fsdp_all_gathers, group_of, launches, results_of
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, node_fqn
@@ -238,6 +240,79 @@ if out:
 """Copies that look like identities and are none: one is returned, one is of a tensor that is
 written to, one changes strides.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRecipe(Recipe):
+    """A graph of a user's own model, ``--gt-model``; of the other fields only few are read.
+
+    Attributes:
+        path: ``module:function``, or the name that a hook gives to its function.
+        name: of the graph among those of the model, "" for a single one.
+    """
+
+    path: str = ""
+    name: str = ""
+
+    def __str__(self) -> str:
+        """Return the model, the graph, and the part of it."""
+        return " ".join(filter(None, (self.path, self.name, self.part)))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks of the world that is up."""
+        return dist.get_world_size()
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The bucket plan of the model's TrainConfig, empty without one."""
+        return self.own.plan
+
+    @property
+    def own(self) -> OwnGraph:
+        """The graph as the user's function gives it on this rank."""
+        return _own_graphs(self.path, self.given)[self.name]
+
+
+def own_recipes(path: str, kind: str, given: Mapping[str, Any]) -> list[Recipe]:
+    """Return a recipe for each graph of a user's model.
+
+    Args:
+        path: of the model.
+        kind: of the pass; "separate" has two graphs for each step.
+        given: the fields of this kind's recipes.
+
+    Raises:
+        ModelError: the model has no graph.
+    """
+    recipes: list[Recipe] = []
+    as_given = given.get("given", "canonical")
+    for name, own in _own_graphs(path, as_given).items():
+        parts = ("forward", "backward") if kind == "separate" and own.is_step else ("",)
+        for part in parts:
+            recipes.append(OwnRecipe(path=path, name=name, part=part, given=as_given, mesh=()))
+    return recipes
+
+
+def _own_graphs(path: str, given: str) -> dict[str, OwnGraph]:
+    """Return the graphs of a user's model on this rank; a world asks its function once.
+
+    Raises:
+        ModelError: the model has no graph.
+    """
+    # Groups of a world that has ended are gone, so graphs are kept for as long as the world is.
+    known = _own.setdefault(dist.group.WORLD, {})
+    key = path, dist.get_rank(), given == "traced"
+    if key not in known:
+        try:
+            make = extensions.models().get(path) or load_model(path)
+            known[key] = graphs_of(make, f"--gt-model={path}", as_traced=given == "traced")
+        except ValueError as error:
+            known[key] = error  # else each rule would trace again, to fail again
+    found = known[key]
+    if isinstance(found, ValueError):
+        raise found
+    return found
 
 
 def _cut(gm: fx.GraphModule, part: str) -> fx.GraphModule:
@@ -488,6 +563,11 @@ def step(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = (
     weakref.WeakKeyDictionary()
 )
+# Graphs of users' models, or why there are none, by default group; then by path, rank, and whether
+# they are as traced.
+_own: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, dict[str, OwnGraph] | ValueError]] = (
+    weakref.WeakKeyDictionary()
+)
 # Graph, twin and names of the mesh's groups, by recipe, rank and backend. The world of these groups
 # may have ended.
 _traced: dict[Any, tuple[fx.GraphModule, fx.GraphModule | None, list[str]]] = {}
@@ -508,6 +588,9 @@ def graph_of(recipe: Recipe, twin: bool = False) -> fx.GraphModule:
     A process traces a recipe once. In another world the groups of the same mesh have other names;
     they replace those of the trace.
     """
+    if isinstance(recipe, OwnRecipe):
+        gm = recipe.own.gm
+        return _copy(_cut(gm, recipe.part) if recipe.part else gm)
     mesh, names = None, []
     if recipe.mesh:
         mesh = mesh_of(recipe)
@@ -519,16 +602,23 @@ def graph_of(recipe: Recipe, twin: bool = False) -> fx.GraphModule:
     if twin:
         assert traced_twin is not None, f"{recipe} has no twin"
         traced = traced_twin
-    gm = copy.deepcopy(traced)
+    gm = _copy(traced)
     renamed = dict(zip(traced_names, names, strict=True))
     for node in gm.graph.nodes:
-        # A deep copy of a graph copies the metadata of its nodes shallowly.
-        for name, value in node.meta.items():
-            if isinstance(value, dict):
-                node.meta[name] = copy.copy(value)
         if launches(node.target):
             group = group_of(node)
             node.args = tuple(renamed[str(group)] if each == group else each for each in node.args)
     if traced_names != names:
         gm.recompile()
     return gm
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a graph with metadata of its own."""
+    copied = copy.deepcopy(gm)
+    for node in copied.graph.nodes:
+        # A deep copy of a graph copies the metadata of its nodes shallowly.
+        for name, value in node.meta.items():
+            if isinstance(value, dict):
+                node.meta[name] = copy.copy(value)
+    return copied

@@ -243,14 +243,18 @@ class ConformanceTable:
         # Of the command line: a project may set the ini twins for all of its runs.
         self._asked = [
             f"--gt-{name}"
-            for name in ("pass", "kind", "conformance", "conformance-against")
+            for name in ("pass", "kind", "model", "conformance", "conformance-against")
             if config.getoption(f"--gt-{name}") is not None
         ]
-        if "--gt-kind" in self._asked and not self._names_a_pass:
-            raise pytest.UsageError(
-                "--gt-kind chooses the rules of --gt-pass, and no pass is given: add "
-                "--gt-pass=my_package.passes:my_pass, or leave it out"
-            )
+        for option, does in (
+            ("--gt-kind", "chooses the rules of --gt-pass"),
+            ("--gt-model", "gives --gt-pass further graphs"),
+        ):
+            if option in self._asked and not self._names_a_pass:
+                raise pytest.UsageError(
+                    f"{option} {does}, and no pass is given: add "
+                    "--gt-pass=my_package.passes:my_pass, or leave it out"
+                )
         self._tests_ran = False
         against = options.get(config, "conformance-against")
         here = config.invocation_params.dir

@@ -81,7 +81,12 @@ class Arithmetic(ABC):
             among them.
         decisions: how often elements were compared or sorted.
         roots: square roots were taken.
-        limits: elements were compared with known numbers besides 0.
+        limits: known numbers besides 0 that elements were compared with: their elements and keys.
+        has_many_limits: more of them than anyone would tell apart.
+        rivals: elements that were compared with each other or sorted, without their signs.
+        gaps: keys that elements have beside limits, as intervals of sizes; of all if there are
+            none.
+        favoured: rivals that are larger, or smaller, than all others.
         fewest_roots: of how few different elements square roots were taken, ``FEW`` if of that many
             or more; their signs, one of two for each, may agree by chance.
         few: how often few different elements were compared with each other, or sorted.
@@ -90,6 +95,7 @@ class Arithmetic(ABC):
         branches: by place in the program's code, numbers that it read of what was compared.
         exponentials: how often ``exp`` was computed as an unknown function.
         masks: exp was taken of a number that a mask of a large negative number was added to.
+        lowest: such a number was compared with others.
         coarsest: the largest epsilon of a dtype that elements were rounded to.
     """
 
@@ -106,7 +112,10 @@ class Arithmetic(ABC):
         self.chosen: set[str] = set()
         self.branches: dict[str, set[str]] = {}
         self.bias = 0
-        self.masks = self.roots = self.limits = False
+        self.masks = self.lowest = self.roots = self.has_many_limits = False
+        self.limits: dict[int, int] = {}
+        self.rivals = self.favoured = torch.empty(0, dtype=torch.int64)
+        self.gaps: Sequence[tuple[int, int]] = ()
         self.decisions = self.few = self.exponentials = 0
         self.fewest_roots = FEW
         self.coarsest = 0.0
@@ -114,6 +123,11 @@ class Arithmetic(ABC):
 
     def set_seed(self, seed: int) -> None:
         self.seed = seed
+
+    def order_as(self, other: "Arithmetic") -> None:
+        """Give inputs the elements that they have in another run, and the same order."""
+        self.set_seed(other.seed)
+        self.bias, self.gaps, self.favoured = other.bias, other.gaps, other.favoured
 
     # --- elements
 
@@ -139,18 +153,18 @@ class Arithmetic(ABC):
         By ``bias`` abstract elements are above or below all known ones. So what is asked of a whole
         tensor, such as whether any element is above a limit, has both answers in some run.
         """
-        keys = [self._key(operand) for operand in (left, right)]
-        abstract = [isinstance(operand, Value) for operand in (left, right)]
-        if all(abstract):
+        if isinstance(left, Value) and isinstance(right, Value):
             self._note_decision(left.elements, right.elements)
-        else:
-            self.decisions += 1  # by bias it goes both ways, also for few elements
-            known = torch.as_tensor(right if abstract[0] else left)
-            self.limits = self.limits or bool((known != 0).any())
-        if not self.bias or all(abstract):
-            return keys[0], keys[1]
-        place = abstract.index(True)
+            return self.order(left.elements), self.order(right.elements)
+        self.decisions += 1  # by bias it goes both ways, also for few elements
+        place = 0 if isinstance(left, Value) else 1
         abstract_one, known_one = (left, right) if place == 0 else (right, left)
+        of_known = self.order_of_known(known_one)
+        keys = [of_known, of_known]
+        keys[place] = self.order_by_limits(abstract_one.elements)
+        self._note_limits(abstract_one.elements, known_one, of_known)
+        if not self.bias:
+            return keys[0], keys[1]
         # Next to the ends, which infinities have.
         limits = torch.iinfo(torch.int64)
         end = limits.max - 1 if self.bias > 0 else limits.min + 1
@@ -158,10 +172,9 @@ class Arithmetic(ABC):
         keys[place] = torch.where(stays, keys[place], end)
         return keys[0], keys[1]
 
-    def _key(self, operand: Any) -> Tensor:
-        if isinstance(operand, Value):
-            return self.order(operand.elements)
-        return self.order_of_known(operand)
+    def order_by_limits(self, elements: Elements) -> Tensor:
+        """Return numbers that put elements in an order among known numbers."""
+        return self.order(elements)
 
     def order_of_known(self, operand: Any) -> Tensor:
         """Return numbers that put known numbers in an order."""
@@ -176,19 +189,65 @@ class Arithmetic(ABC):
         """Return which known numbers all abstract ones may be above, or below."""
         return torch.tensor(True)
 
+    def _note_limits(self, elements: Elements, known: Any, keys: Tensor) -> None:
+        """Note the known numbers that elements are compared with, but 0."""
+        numbers = torch.as_tensor(known).double()
+        counts = (numbers != 0) & numbers.isfinite() & (numbers.abs() < NO_LIMIT)
+        if not bool(counts.any()):
+            return
+        self.few += count_different(elements) < FEW
+        lifted = self.compared(self.lift(known)).expand(numbers.shape)[counts]
+        pairs = torch.stack([lifted, keys.expand(numbers.shape)[counts]], 1).unique(dim=0)
+        self.has_many_limits = self.has_many_limits or len(pairs) + len(self.limits) > _MOST_LIMITS
+        if not self.has_many_limits:
+            for element, key in pairs.tolist():
+                self.limits.setdefault(element, key)
+
+    def aim(self, keys: Tensor, elements: Elements, stays: Tensor) -> Tensor:
+        """Return keys of an order in which elements lie in ``gaps``, and some are ``favoured``.
+
+        Signs are those of ``keys``, so what is above 0 in all orders stays so.
+
+        Args:
+            stays: elements that keep their keys, as those of known numbers.
+        """
+        if self.gaps:
+            lowest, width = torch.tensor(self.gaps).unbind(1)
+            size = hashing.scramble(keys.abs()) & torch.iinfo(torch.int64).max
+            place = size % len(self.gaps)
+            aimed = lowest[place] + (size >> 8) % width[place]
+            keys = torch.where(stays, keys, keys.sign() * aimed)
+        if len(self.favoured):
+            is_favoured = torch.isin(self._unsigned(elements), self.favoured) & ~stays
+            keys = torch.where(is_favoured, keys.sign() * (_ABOVE_ALL + (keys.abs() >> 4)), keys)
+        return keys
+
+    def _unsigned(self, elements: Elements) -> Tensor:
+        """Return elements, equal for a number and its negative where that is known."""
+        return self.compared(elements)
+
     def _note_decision(self, *operands: Elements) -> None:
         """Note that elements are compared: few of them may all decide alike by chance."""
         self.decisions += 1
         self.few += all(count_different(elements) < FEW for elements in operands)
+        for elements in operands:
+            self._note_rivals(self._unsigned(elements))
+
+    def _note_rivals(self, elements: Elements) -> None:
+        if len(self.rivals) < MOST_RIVALS:
+            found = elements.reshape(-1)[:MOST_RIVALS]
+            self.rivals = torch.cat([self.rivals, found]).unique()
 
     @contextmanager
     def deciding_nothing(self) -> Iterator[None]:
         """Do not count the decisions inside: which way they go changes no real number."""
-        before = self.decisions, self.few, self.limits, set(self.chosen)
+        before = self.decisions, self.few, self.lowest, self.rivals
+        limits, chosen = dict(self.limits), set(self.chosen)
         try:
             yield
         finally:
-            self.decisions, self.few, self.limits, self.chosen = before
+            self.decisions, self.few, self.lowest, self.rivals = before
+            self.limits, self.chosen = limits, chosen
 
     def compared(self, elements: Elements) -> Elements:
         """Return the part of elements that results are compared by."""
@@ -364,6 +423,12 @@ class Arithmetic(ABC):
         return found
 
 
+NO_LIMIT = 1e30
+"""No abstract number is so large: what is filled in for an infinity limits nothing."""
+_MOST_LIMITS = 64
+MOST_RIVALS = 1 << 18
+"""So many rivals are noted about; of more, nobody knows whether two programs have the same."""
+_ABOVE_ALL = 3 << 61
 FEW = 16
 """So few different elements may all decide alike by chance."""
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pytest_gtrainer.arithmetic import hashing
 from pytest_gtrainer.arithmetic.base import (
+    NO_LIMIT,
     Arithmetic,
     Call,
     Elements,
@@ -43,7 +44,7 @@ class Field(Arithmetic):
         super().__init__(seed)
         self.prime = Prime(modulus)
         self._written: dict[int, int] = {}  # elements of numbers that the program has, and keys
-        self._masked = torch.empty(0, dtype=torch.int64)  # numbers that are far below all others
+        self._far = _FarBelow()
         self._odd_roots = torch.empty(0, dtype=torch.int64)  # of what is no square
         if casts not in ("opaque", "identity"):
             raise ValueError(f'casts={casts!r}: take "opaque" or "identity"')
@@ -62,9 +63,7 @@ class Field(Arithmetic):
             elements = self.prime.numbers(value, as_meant=not self.rounds)
         else:
             elements = torch.tensor(self.prime.number(value, as_meant=not self.rounds))
-        is_below = torch.as_tensor(value) <= FAR_BELOW
-        if bool(is_below.any()):
-            self._note_masked(elements, is_below)
+        self._note_far(elements, value)
         if elements.numel() <= _FEW_NUMBERS and len(self._written) < _MOST_NUMBERS:
             keys = key_of_real(value)
             for element, key in zip(
@@ -81,25 +80,52 @@ class Field(Arithmetic):
         is_above = self.order(elements) > 0
         return torch.where(is_above == (self.bias > 0), elements, self._negative(elements))
 
+    def _note_far(self, elements: Elements, value: Any) -> None:
+        """Note known numbers that are far below all others, or whose negatives are."""
+        numbers = torch.as_tensor(value).double()
+        size = numbers.abs()
+        if not bool((size >= -FAR_BELOW).any()):
+            return
+        below = torch.where(numbers < 0, elements, self.prime.negative(elements))
+        is_number = below < self.prime.modulus
+        self._far.note(below[is_number & (size >= -FAR_BELOW)])
+        self._far.note_least(below[is_number & (size >= NO_LIMIT)])
+
+    def _keep_far(self, result: Elements, elements: Elements, where: Tensor | bool) -> None:
+        """Note results that are as far below as elements are."""
+        is_masked = self._is_masked(elements) & where & (result < self.prime.modulus)
+        self._far.note(result[is_masked])
+        self._far.note_least(result[is_masked & self._far.is_least(elements)])
+
     def _is_masked(self, numbers: Tensor) -> Tensor:
         """Return where a number is far below all others, as what a mask was added to."""
-        if not len(self._masked):
-            return torch.zeros(numbers.shape, dtype=torch.bool)
-        places = torch.searchsorted(self._masked, numbers.contiguous())
-        return self._masked[places.clamp(max=len(self._masked) - 1)] == numbers
-
-    def _note_masked(self, numbers: Tensor, where: Tensor) -> None:
-        found = numbers[where & (numbers < self.prime.modulus)]
-        self._masked = torch.cat([self._masked, found]).unique()
+        return self._far.has(numbers)
 
     def order(self, elements: Elements) -> Tensor:
         numbers = self.number_of(elements)
-        keys = self.prime.order_key(numbers, hashing.of_name("order", self.seed))
         is_masked = self._is_masked(numbers)
-        self.masks = self.masks or bool(is_masked.any())
-        keys = torch.where(is_masked, -(1 << 62) - (keys.abs() >> 1), keys)
+        written, _ = self._find_written(numbers)
+        self.lowest = self.lowest or bool((is_masked & ~written).any())
+        return self._order(elements, is_masked)
+
+    def order_by_limits(self, elements: Elements) -> Tensor:
+        numbers = self.number_of(elements)
+        # What a mask was added to may be above a limit, where the number is as large.
+        if self.bias > 0:
+            return self._order(elements, self._far.is_least(numbers))
+        return self._order(elements, self._is_masked(numbers))
+
+    def _order(self, elements: Elements, is_masked: Tensor) -> Tensor:
+        numbers = self.number_of(elements)
+        keys = self.prime.order_key(numbers, hashing.of_name("order", self.seed))
         written, places = self._find_written(numbers)
+        is_end = numbers >= self.prime.modulus
+        keys = self.aim(keys, elements, written | is_masked | is_end | (numbers == 0))
+        keys = torch.where(is_masked, -(1 << 62) - (keys.abs() >> 1), keys)
         return torch.where(written, self._keys_of_written()[places], keys)
+
+    def _unsigned(self, elements: Elements) -> Tensor:
+        return self._distance(self.number_of(elements))
 
     def _find_written(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Return which numbers the program has written, and their places among these."""
@@ -120,12 +146,13 @@ class Field(Arithmetic):
     def has_order(self, elements: Elements) -> Tensor:
         numbers = self.number_of(elements)
         is_special = (numbers == 0) | (numbers >= self.prime.modulus)
-        return is_special | self._is_masked(numbers) | self._find_written(numbers)[0]
+        is_far = self._far.is_least(numbers) if self.bias > 0 else self._is_masked(numbers)
+        return is_special | is_far | self._find_written(numbers)[0]
 
     def may_be_biased(self, known: Any) -> Tensor:
         # Else x and -x would both be above 0, where inputs and their products are.
         numbers = torch.as_tensor(known)
-        return (numbers != 0) & (numbers > _NO_LIMIT)
+        return (numbers != 0) & (numbers > -NO_LIMIT)
 
     @staticmethod
     def number_of(elements: Elements) -> Tensor:
@@ -147,8 +174,8 @@ class Field(Arithmetic):
     def _round(self, elements: Elements, dtype: torch.dtype) -> Elements:
         seed = hashing.of_name("round", str(dtype))
         hashed = self.narrow(hashing.mix(seed, [elements]))
-        if len(self._masked):
-            self._note_masked(hashed, self._is_masked(elements))
+        if self._far:
+            self._keep_far(hashed, elements, True)
         # Zero, infinities and NaN are themselves in every dtype.
         return torch.where((elements == 0) | (elements >= self.prime.modulus), elements, hashed)
 
@@ -181,21 +208,33 @@ class Field(Arithmetic):
         alpha = call.named.get("alpha", 1)
         if alpha not in (1, None):
             scaled = self.prime.multiply(scaled, self.lift(alpha), _known_numbers(alpha))
+            if not isinstance(right, Value):
+                self._note_far(scaled, torch.as_tensor(right) * alpha)
         return self.lift(left), scaled
 
     def _add(self, call: Call) -> Elements:
         left, right = self._operands(call)
-        result = self.prime.add(left, right)
-        if len(self._masked):
-            self._note_masked(result, self._is_masked(left) | self._is_masked(right))
-        return result
+        return self._with_masks(self.prime.add(left, right), left, right)
 
     def _sub(self, call: Call) -> Elements:
         left, right = self._operands(call)
         result = self.prime.subtract(left, right)
-        if len(self._masked):
-            # Of two masked numbers nobody knows.
-            self._note_masked(result, self._is_masked(left) & ~self._is_masked(right))
+        return self._with_masks(result, left, self.prime.negative(right))
+
+    def _with_masks(self, result: Elements, left: Elements, right: Elements) -> Elements:
+        """Return a sum, which is far below all others, or above, as one of its operands is.
+
+        Of a sum of two such numbers with other signs nobody knows.
+        """
+        if not self._far:
+            return result
+        sides = torch.broadcast_tensors(left, right)
+        negatives = [self.prime.negative(each) for each in sides]
+        below = [self._is_masked(each) for each in sides]
+        above = [self._is_masked(each) for each in negatives]
+        for place in (0, 1):
+            self._keep_far(result, sides[place], ~above[1 - place])
+            self._keep_far(self.prime.negative(result), negatives[place], ~below[1 - place])
         return result
 
     def _mul(self, call: Call) -> Elements:
@@ -211,9 +250,8 @@ class Field(Arithmetic):
 
     def _scale_masked(self, result: Elements, scaled: Any, factor: Any) -> None:
         """Note that a product of a masked number with a known one above 0 is masked."""
-        if len(self._masked) and isinstance(scaled, Value) and not isinstance(factor, Value):
-            is_above = torch.as_tensor(factor) > 0
-            self._note_masked(result, self._is_masked(scaled.elements) & is_above)
+        if self._far and isinstance(scaled, Value) and not isinstance(factor, Value):
+            self._keep_far(result, scaled.elements, torch.as_tensor(factor) > 0)
 
     def _div(self, call: Call) -> Any:
         if call.named.get("rounding_mode"):
@@ -553,8 +591,6 @@ def _check_convolution(gradient: Tensor, weight: Tensor) -> None:
 
 
 FAR_BELOW = -1e4
-_NO_LIMIT = -1e30
-"""Abstract numbers are never below such a mask. Above it a limit is met and not met."""
 """Numbers up to this are those of masks: their exp is 0, whatever is added."""
 
 _FEW_NUMBERS, _MOST_NUMBERS = 16, 256
@@ -567,6 +603,36 @@ RING = names(
     """
 )
 """Operators that a field computes by itself."""
+
+
+class _FarBelow:
+    """The numbers that are far below all others: those of masks, and what these were added to."""
+
+    def __init__(self) -> None:
+        self._numbers = self._least = torch.empty(0, dtype=torch.int64)
+
+    def __bool__(self) -> bool:
+        return len(self._numbers) > 0
+
+    def note(self, numbers: Tensor) -> None:
+        self._numbers = torch.cat([self._numbers, numbers.reshape(-1)]).unique()
+
+    def note_least(self, numbers: Tensor) -> None:
+        """Note numbers that stand for -inf: no number that is added lifts them above a limit."""
+        self._least = torch.cat([self._least, numbers.reshape(-1)]).unique()
+
+    def has(self, numbers: Tensor) -> Tensor:
+        return _are_in(self._numbers, numbers)
+
+    def is_least(self, numbers: Tensor) -> Tensor:
+        return _are_in(self._least, numbers)
+
+
+def _are_in(table: Tensor, numbers: Tensor) -> Tensor:
+    if not len(table):
+        return torch.zeros(numbers.shape, dtype=torch.bool)
+    places = torch.searchsorted(table, numbers.contiguous())
+    return table[places.clamp(max=len(table) - 1)] == numbers
 
 
 class FieldWithExponents(Field):
@@ -588,9 +654,7 @@ class FieldWithExponents(Field):
         self._numbers = Field(casts=casts, seed=seed)
         self._exponents = Field(casts=casts, seed=seed, modulus=Q)
         self._written = self._numbers._written
-
-    def _is_masked(self, numbers: Tensor) -> Tensor:
-        return self._numbers._is_masked(numbers)
+        self._far = self._numbers._far
 
     def set_seed(self, seed: int) -> None:
         for each in (self, self._numbers, self._exponents):

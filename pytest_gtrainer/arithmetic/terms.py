@@ -60,6 +60,12 @@ class Terms(Arithmetic):
         minus, plus, _ = self.not_finite(elements)
         return torch.where(plus, limits.max, torch.where(minus, limits.min, salted))
 
+    def _note_limits(self, elements: Elements, known: Any, keys: Tensor) -> None:
+        super()._note_limits(elements, known, keys)
+        if self.limits:
+            # Expressions have no order in which all limits could be met.
+            self._note_rivals(hashing.mix(0, torch.broadcast_tensors(elements, self.lift(known))))
+
     def not_finite(self, elements: Elements) -> tuple[Tensor, Tensor, Tensor]:
         minus, plus, nan = self._not_finite.unbind()
         return elements == minus, elements == plus, elements == nan

@@ -1,6 +1,7 @@
 """Prove which kind of equal two programs are."""
 
 import copy
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor, fx
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.foreign_graphs import ExportedProgram
-from pytest_gtrainer.arithmetic.base import FEW, Arithmetic
+from pytest_gtrainer.arithmetic.base import FEW, MOST_RIVALS, Arithmetic
 from pytest_gtrainer.arithmetic.field import Field, FieldWithExponents
 from pytest_gtrainer.arithmetic.numbers import Numbers, numbers_of
 from pytest_gtrainer.arithmetic.prime import P, Prime
@@ -281,18 +282,45 @@ def _run_both(
     first, differ = _run_once(programs, arithmetic())
     if differ:
         return *first, True
-    chances = programs[0].gathered(Chances.of(*(run.arithmetic for run in first)))
-    for seed, bias in runs_again(*chances):
+    gathered = programs[0].gathered([Chances.of(run.arithmetic) for run in first])
+    actual, expected = ([own[side] for own in gathered] for side in (0, 1))
+    if isinstance(first[0].arithmetic, Terms):
+        # Kernels that compare other numbers are not the same on the same values.
+        differ = bool(unlike_limits(actual, expected)) or _have_other_rivals(programs, first)
+        return *first, differ
+    for aim in aims(actual, expected):
         again = arithmetic()
-        again.set_seed(seed)
-        again.bias = bias
+        aim.give_to(again)
         runs, differ = _run_once(programs, again)
+        if not differ and not aim.is_for_limits and _have_other_rivals(programs, runs):
+            again = arithmetic()
+            aim.give_to(again)
+            again.favoured = _other_rivals(runs)
+            runs, differ = _run_once(programs, again)
         if differ:
             return *runs, True
         for run, later in zip(first, runs, strict=True):
             add_branches(run.arithmetic, later.arithmetic)
 
     return *first, False
+
+
+def _other_rivals(runs: Sequence[Run]) -> Tensor:
+    """Return the elements that one of two programs alone compares with others, or sorts."""
+    actual, expected = (run.arithmetic.rivals for run in runs)
+    return other_rivals(actual, expected)
+
+
+def other_rivals(actual: Tensor, expected: Tensor) -> Tensor:
+    """Return the elements, but 0, that are in one of two sets, if these are complete."""
+    if max(len(actual), len(expected)) >= MOST_RIVALS:
+        return torch.empty(0, dtype=torch.int64)
+    found, counts = torch.cat([actual, expected]).unique(return_counts=True)
+    return found[(counts == 1) & (found != 0)]
+
+
+def _have_other_rivals(programs: Sequence[Program], runs: Sequence[Run]) -> bool:
+    return any(programs[0].gathered(bool(len(_other_rivals(runs)))))
 
 
 def add_branches(arithmetic: Arithmetic, later: Arithmetic) -> None:
@@ -327,12 +355,14 @@ class Chances:
         decides_few: few elements were compared with each other, or sorted.
         roots: square roots were taken.
         fewest_roots: of how few different elements.
+        limits: elements and keys of known numbers that elements were compared with.
     """
 
     decides: bool = False
     decides_few: bool = False
     roots: bool = False
     fewest_roots: int = FEW
+    limits: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, *arithmetics: Arithmetic) -> "Chances":
@@ -341,7 +371,61 @@ class Chances:
             any(each.few for each in arithmetics),
             any(each.roots for each in arithmetics),
             min(each.fewest_roots for each in arithmetics),
+            tuple(sorted(pair for each in arithmetics for pair in each.limits.items())),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """A further run, in which elements are in another order.
+
+    Attributes:
+        gaps: as of an ``Arithmetic``.
+        is_for_limits: the run compares two limits that are not the same.
+    """
+
+    seed: int
+    bias: int = 0
+    gaps: tuple[tuple[int, int], ...] = ()
+    is_for_limits: bool = False
+
+    def give_to(self, arithmetic: Arithmetic) -> None:
+        arithmetic.set_seed(self.seed)
+        arithmetic.bias, arithmetic.gaps = self.bias, self.gaps
+
+
+def aims(actual: Sequence[Chances], expected: Sequence[Chances]) -> list[Aim]:
+    """Return the further runs of two sides, whose chances are given by rank.
+
+    In runs with a seed elements lie between any two limits. Of limits that one side alone has, such
+    as .5 and .51, further runs have all elements between the two.
+    """
+    keys: dict[int, int] = {}
+    for each in (*actual, *expected):
+        for element, key in each.limits:
+            keys.setdefault(element, abs(key))
+    unlike = {keys[element] for element in unlike_limits(actual, expected)}
+    ends = [0, *sorted(set(keys.values())), _LARGEST_KEY]
+    gaps, between_unlike = [], []
+    for low, high in itertools.pairwise(ends):
+        gaps.append((low + 1, max(1, high - low - 1)))
+        if {low, high} & unlike and low > 0 and high < _LARGEST_KEY:
+            between_unlike.append(gaps[-1])
+
+    found = []
+    for seed, bias in runs_again(*actual, *expected):
+        found.append(Aim(seed, bias, tuple(gaps) if seed and len(gaps) > 2 else ()))
+    seeds = [aim.seed for aim in found if aim.seed]
+    for gap in between_unlike:
+        found += [Aim(seed, gaps=(gap,), is_for_limits=True) for seed in seeds]
+    return found
+
+
+def unlike_limits(actual: Sequence[Chances], expected: Sequence[Chances]) -> set[int]:
+    """Return the limits that one side alone compares elements with."""
+    ours = {element for each in actual for element, _ in each.limits}
+    theirs = {element for each in expected for element, _ in each.limits}
+    return ours ^ theirs
 
 
 def runs_again(*chances: Chances) -> tuple[tuple[int, int], ...]:
@@ -361,6 +445,7 @@ def runs_again(*chances: Chances) -> tuple[tuple[int, int], ...]:
 
 
 _MOST_FOR_ROOTS = 8
+_LARGEST_KEY = 1 << 62
 
 
 def _programs(
@@ -584,6 +669,14 @@ def says_known(names: Sequence[str]) -> tuple[str, ...]:
     return (f"the numbers of {_shown(names)} stay what they are",) if names else ()
 
 
+_TAKEN_ON_TRUST = {
+    "masks": "exp is 0 where a mask of -1e4 or less is filled in, or added",
+    "lowest": "what a mask of -1e4 or less was added to is below all that has no mask",
+    "has_many_limits": "limits that only decide, as .5 in where(x > .5, a, b), have the same "
+    "values: there are more than are compared",
+}
+
+
 def taken_on_trust(arithmetics: Sequence[Arithmetic], reads: int) -> list[str]:
     """Say what equal results of these arithmetics take for granted.
 
@@ -601,8 +694,9 @@ def taken_on_trust(arithmetics: Sequence[Arithmetic], reads: int) -> list[str]:
         chosen.update(arithmetic.chosen)
         compared.update(arithmetic.never_equal)
 
-    if any(arithmetic.masks for arithmetic in arithmetics):
-        found.append("exp is 0 where a mask of -1e4 or less is filled in, or added")
+    for noted, says in _TAKEN_ON_TRUST.items():
+        if any(getattr(arithmetic, noted) for arithmetic in arithmetics):
+            found.append(says)
     if opaque:
         found.append(f"{', '.join(sorted(opaque))} depend on nothing but their arguments")
     if meant:
@@ -613,8 +707,6 @@ def taken_on_trust(arithmetics: Sequence[Arithmetic], reads: int) -> list[str]:
         found.append(
             f"what {', '.join(sorted(chosen))} chose in {len(AGAIN) + 1} orders shows every choice"
         )
-    if any(arithmetic.limits for arithmetic in arithmetics):
-        found.append("limits that only decide, as .5 in where(x > .5, a, b), have the same values")
     if compared:
         found.append(f"no two compared numbers are equal ({', '.join(sorted(compared))})")
     branches: dict[str, set[str]] = {}
@@ -765,8 +857,7 @@ def find_origin(
         return ""
     arithmetics = [_ARITHMETICS[kind][0]() for _ in programs]
     for arithmetic in arithmetics:
-        arithmetic.set_seed(like.seed)
-        arithmetic.bias = like.bias
+        arithmetic.order_as(like)
 
     made = AllElements()
     trail = Trail(made)

@@ -39,8 +39,9 @@ from pytest_gtrainer.proofs.on_ranks import exchange_on_ranks, gathered_from_ran
 from pytest_gtrainer.proofs.proof import AnotherFunction, Kind, Place, Proof
 from pytest_gtrainer.proofs.prove import (
     add_branches,
+    aims,
     common_factor,
-    runs_again,
+    other_rivals,
     says_known,
     says_unlike,
     taken_on_trust,
@@ -249,9 +250,14 @@ def _proof_of(kind: Kind, models: Models, mesh: DeviceMesh | None, dims: Sequenc
         proof = _compare(kind, found, expected, mesh)
         if proof.kind == kind:
             sides = *found, expected
-            for seed, bias in runs_again(*(made.chances for made in (*found, expected))):
-                arithmetic = exact(casts=_CASTS[kind], seed=seed)
-                arithmetic.bias = bias
+            favoured = None
+            todo = aims([made.chances for made in found], [expected.chances])
+            while todo:
+                aim = todo[0]
+                arithmetic = exact(casts=_CASTS[kind])
+                aim.give_to(arithmetic)
+                if favoured is not None:
+                    arithmetic.favoured = favoured
                 found, expected = _run_sides(models, mesh, arithmetic)
                 _join_losses(found, mesh, dims, models.combine, arithmetic)
                 proof = _compare(kind, found, expected, mesh)
@@ -259,17 +265,31 @@ def _proof_of(kind: Kind, models: Models, mesh: DeviceMesh | None, dims: Sequenc
                     break
                 _add_branches(sides, (*found, expected))
                 sides = *found, expected
+                others = _other_rivals(found, expected)
+                if favoured is None and not aim.is_for_limits and len(others):
+                    favoured = others  # the same run, in which these are the largest
+                else:
+                    favoured = None
+                    todo.pop(0)
         has_exponentials = any(made.has_exponentials for made in (*found, expected))
         if proof.kind == kind or not has_exponentials:
             break
     assert proof is not None
     proof = _against_numbers(proof, kind, found, expected, _Subject(models, mesh, dims))
     if proof.kind == "another function" and proof.first is not None and kind == _LAST:
-        alike = type(arithmetic)(casts=_CASTS[kind], seed=arithmetic.seed)
-        alike.bias = arithmetic.bias
+        alike = type(arithmetic)(casts=_CASTS[kind])
+        alike.order_as(arithmetic)
         begins = _first_module(proof.first.result, models, mesh, alike, dims)
         return replace(proof, origin=begins)
     return proof
+
+
+def _other_rivals(found: Sequence[Made], expected: Made) -> Tensor:
+    """Return the elements that one side alone compares with others, or sorts."""
+    of_ranks = [made.arithmetic.rivals for made in found if made.arithmetic is not None]
+    if not of_ranks or expected.arithmetic is None:
+        return torch.empty(0, dtype=torch.int64)
+    return other_rivals(torch.cat(of_ranks).unique(), expected.arithmetic.rivals)
 
 
 def _add_branches(earlier: Sequence[Made], later: Sequence[Made]) -> None:
@@ -488,7 +508,8 @@ def _check_losses(found: Sequence[Made], expected: Made) -> None:
 
 def _compare(kind: Kind, found: Sequence[Made], expected: Made, mesh: DeviceMesh | None) -> Proof:
     # Below all numbers that a program writes, relu() is 0 of everything.
-    if expected.arithmetic is None or not expected.arithmetic.bias:
+    of_reference = expected.arithmetic
+    if of_reference is None or not (of_reference.bias or of_reference.gaps):
         if not any(bool(own.any()) for own in expected.gradients.values()):
             raise ValueError(
                 "no parameter of the reference has a gradient but 0: is the loss that of the model?"

@@ -416,6 +416,9 @@ MASKS = {
     "chosen": lambda x: x.where(~BEHIND, LEAST).softmax(-1),
     "scaled": lambda x: ((2 * x).masked_fill(BEHIND, LEAST) / 2).softmax(-1),
     "in the logarithm": lambda x: (x + LEAST * BEHIND).log_softmax(-1).exp(),
+    "subtracted": lambda x: (x - 1e9 * BEHIND).softmax(-1),
+    "subtracted twice": lambda x: torch.sub(x, 1e9 * BEHIND, alpha=2).softmax(-1),
+    "subtracted from": lambda x: (-(1e9 * BEHIND - x)).softmax(-1),
 }
 
 
@@ -449,6 +452,7 @@ OTHER_MASKS = {
     "another place": lambda x: x.masked_fill(torch.arange(6) > 2, LEAST).softmax(-1),
     "a number that counts": lambda x: x.masked_fill(BEHIND, -100.0).softmax(-1),
     "another sign": lambda x: x.masked_fill(BEHIND, -LEAST).softmax(-1),
+    "subtracted with another sign": lambda x: (x + 1e9 * BEHIND).softmax(-1),
 }
 
 
@@ -461,6 +465,17 @@ def test_what_a_large_number_is_added_to_is_not_lost():
     """Outside of exp it is a number as others are."""
     assert kind(lambda x: 2 * x + -1e9, lambda x: x + -1e9) == "another function"
     assert kind(lambda x: x + -1e9 + 1e9, lambda x: x * 1) in ("reordered", "unknown")
+
+
+def test_two_masks_of_other_signs_are_none():
+    masked = X[0] * 0 - 1e4
+    for cancelled in (
+        lambda x: (x + masked) + -(x + masked),
+        lambda x: (x + masked) - (x + masked),
+        lambda x: x.masked_fill(BEHIND, -1e9) - x.masked_fill(BEHIND, -1e9),
+    ):
+        assert kind(lambda x: cancelled(x).exp() * x, lambda x: (x - x).exp() * x) == "reordered"  # noqa: B023
+        assert kind(lambda x: cancelled(x).exp() * x, lambda x: x * 0) == "another function"  # noqa: B023
 
 
 def test_a_mask_is_below_all_other_numbers():
@@ -510,11 +525,144 @@ def test_limits_far_below_are_met(name):
     assert not prove(actual, expected, inputs=(X,)).is_at_least("rounds elsewhere")
 
 
-def test_limits_that_only_decide_are_named():
+DECIDING = {
+    "where": (
+        lambda x: torch.where(x > 0.5, x, -x),
+        lambda x: torch.where(x <= 0.5, -x, 1 * x),
+        lambda x: torch.where(x > 0.51, x, -x),
+    ),
+    "below 0": (
+        lambda x: torch.where(x > -1, x, -x),
+        lambda x: torch.where(x <= -1, -x, x),
+        lambda x: torch.where(x > -1.001, x, -x),
+    ),
+    "a window": (
+        lambda x: torch.where((x > 2) & (x < 2.05), -x, x),
+        lambda x: torch.where((x <= 2) | (x >= 2.05), x, -x),
+        lambda x: x * 1,
+    ),
+    "a norm": (
+        lambda x: torch.where(x.norm() > 1, x / x.norm(), x),
+        lambda x: torch.where(x.norm() <= 1, x, x / (x**2).sum().sqrt()),
+        lambda x: torch.where(x.norm() > 1.2, x / x.norm(), x),
+    ),
+    "limits of two": (
+        lambda x: torch.where(x[0] > 1, x[0], 0) + torch.where(x[1] > 1.1, x[1], 0),
+        lambda x: torch.where(x[1] > 1.1, x[1], 0) + torch.where(x[0] > 1, x[0], 0),
+        lambda x: torch.where(x[0] > 1.1, x[0], 0) + torch.where(x[1] > 1, x[1], 0),
+    ),
+    "limits of two numbers": (
+        lambda x: torch.where(x[0, 0] > 1, x, 0) + torch.where(x[1, 0] > 1.1, x, 0),
+        lambda x: torch.where(x[1, 0] > 1.1, x, 0) + torch.where(x[0, 0] > 1, x, 0),
+        lambda x: torch.where(x[0, 0] > 1.1, x, 0) + torch.where(x[1, 0] > 1, x, 0),
+    ),
+    "a tensor of limits": (
+        lambda x: torch.where(x > torch.arange(6) / 8, x, -x),
+        lambda x: torch.where(torch.arange(6) / 8 < x, x, -x),
+        lambda x: torch.where(x > (torch.arange(6) + 0.01) / 8, x, -x),
+    ),
+    "limits that do nothing": (
+        lambda x: x.clamp(-2, 2).clamp(-1, 1),
+        lambda x: x.clamp(-1, 1),
+        lambda x: x.clamp(-2, 2).clamp(-1, 1.1),
+    ),
+    "gradients": (
+        lambda x: x * ((x >= -1) & (x <= 1)),
+        lambda x: torch.where(x > 1, 0, torch.where(x < -1, 0, x)),
+        lambda x: x * ((x >= -1) & (x <= 1.01)),
+    ),
+}
+
+
+@pytest.mark.second_tier("a norm", "limits of two numbers", "a tensor of limits", "gradients")
+@pytest.mark.parametrize("name", DECIDING)
+def test_limits_that_only_decide_are_compared(name):
+    actual, expected, twin = DECIDING[name]
+    proof = prove(actual, expected, inputs=(X,))
+    assert proof.is_at_least("reordered"), str(proof)
+    assert "limits" not in str(proof)
+    for first, second in ((twin, actual), (expected, twin)):
+        proof = prove(first, second, inputs=(X,))
+        assert proof.kind in ("another function", "unknown"), str(proof)
+
+
+def test_more_limits_than_are_compared_are_named():
+    x, limits = torch.randn(100), torch.arange(100) / 8
     proof = prove(
-        lambda x: torch.where(x > 0.5, x, -x), lambda x: torch.where(x > 0.6, x, -x), inputs=(X,)
+        lambda x: torch.where(x > limits, x, -x),
+        lambda x: torch.where(limits < x, x, -x),
+        inputs=(x,),
     )
-    assert not proof.is_at_least("rounds elsewhere") or "limits that only decide" in str(proof)
+    assert "limits that only decide" in str(proof)
+
+
+SIXTY_FOUR = torch.arange(64.0)
+FEWER = {
+    "a largest number": (lambda x: x - x.amax(), lambda x, own: x - own.amax()),
+    "a least number": (lambda x: x - x.amin(), lambda x, own: x - own.amin()),
+    "a place": (lambda x: x[:60] + x[1:].argmax(), lambda x, own: x[:60] + own[1:].argmax()),
+    "the larger numbers": (lambda x: x.topk(2)[0], lambda x, own: own.topk(2)[0]),
+    "what is above 0": (lambda x: x.relu().max() + x, lambda x, own: own.relu().max() + x),
+    "sizes": (lambda x: x / x.abs().amax(), lambda x, own: x / own.abs().amax()),
+    "exponentials": (lambda x: (x - x.amax()).exp(), lambda x, own: (x - own.amax()).exp()),
+}
+
+
+@pytest.mark.second_tier(*list(FEWER)[2:])
+@pytest.mark.parametrize("name", FEWER)
+def test_one_number_of_many_that_is_not_chosen_from_is_missed(name):
+    """Of 64 one is the largest in one order of 64, so such orders are looked for."""
+    actual, expected = FEWER[name]
+    cut = slice(1, None) if name != "a place" else slice(None, 63)
+    assert kind(lambda x: expected(x, x[cut]), actual, SIXTY_FOUR) == "another function"
+    assert kind(lambda x: expected(x, 1 * x), actual, SIXTY_FOUR) in ("identical", "reordered")
+
+
+RIGHT_CHOICES = {
+    "in parts": (lambda x: torch.maximum(x[:2].amax(), x[2:].amax()), lambda x: x.amax()),
+    "of sizes": (lambda x: x.abs().amax(), lambda x: torch.maximum(x.amax(), -x.amin())),
+    "a root": (lambda x: (x * x).sqrt(), lambda x: x.abs()),
+    "relu first": (lambda x: x.relu().amax(), lambda x: x.amax().relu()),
+    "a shifted softmax": (
+        lambda x: (x - x[:, 1:].amax()).exp() / (x - x[:, 1:].amax()).exp().sum(-1, keepdim=True),
+        lambda x: x.softmax(-1),
+    ),
+}
+
+
+@pytest.mark.second_tier(*list(RIGHT_CHOICES)[1:])
+@pytest.mark.parametrize("name", RIGHT_CHOICES)
+def test_what_is_chosen_from_other_numbers_may_be_equal(name):
+    assert kind(*RIGHT_CHOICES[name]) == "reordered"
+
+
+ADDED_MASKS = {
+    "relu": (lambda x: (x + -1e4).relu(), lambda x: x * 0),
+    "a subtraction": (lambda x: (x - 1e4).clamp(min=0), lambda x: x * 0),
+    "a maximum": (lambda x: torch.maximum(x - 1e4, torch.ones(6)), lambda x: x * 0 + 1),
+    "a minimum": (lambda x: torch.minimum(1e4 - x, torch.ones(6)), lambda x: x * 0 + 1),
+    "where": (lambda x: torch.where(x - 1e4 > 0, x, -x), lambda x: -x),
+}
+
+
+@pytest.mark.second_tier(*list(ADDED_MASKS)[1:])
+@pytest.mark.parametrize("name", ADDED_MASKS)
+def test_what_a_mask_is_added_to_may_be_above_a_limit(name):
+    actual, expected = ADDED_MASKS[name]
+    assert kind(actual, expected) in ("another function", "unknown")
+    assert kind(actual, actual) == "identical"
+
+
+def test_the_lowest_number_limits_nothing():
+    assert kind(lambda x: (x + LEAST * BEHIND).clamp(min=LEAST).softmax(-1), expected_mask) == (
+        "reordered"
+    )
+    proof = prove(
+        lambda x: (x - 1e9 * BEHIND).topk(2)[0], lambda x: x[:, :4].topk(2)[0], inputs=(X,)
+    )
+    assert proof.kind == "reordered"
+    assert "what a mask of -1e4 or less was added to is below all" in str(proof)
+    assert kind(lambda x: torch.maximum(x + -1e4, 2 * x), lambda x: 2 * x) == "another function"
 
 
 def test_a_row_of_nan_does_not_hide_the_rest():

@@ -44,6 +44,27 @@ def test_numbers_that_agree_are_no_other_function():
     assert kind_of(lambda y: y.relu() * (1 + 2**-30), torch.relu)[0] == "another function"
 
 
+@pytest.mark.parametrize(
+    ("actual", "expected", "twin"),
+    [
+        (
+            lambda y: torch.where(y > 0.5, y, -y),
+            lambda y: torch.where(y <= 0.5, -y, y),
+            lambda y: torch.where(y > 0.51, y, -y),
+        ),
+        (
+            lambda y: y - y.flatten().amax(),
+            lambda y: y + (-y).flatten().amin(),
+            lambda y: y - y.flatten()[1:].amax(),
+        ),
+    ],
+)
+def test_what_only_decides_is_compared(actual, expected, twin):
+    assert compare(actual, expected).kind == "reordered"
+    assert kind_of(twin, expected)[0] in ("another function", "unknown")
+    assert kind_of(actual, twin)[0] in ("another function", "unknown")
+
+
 @pytest.mark.gt_world("simulated", size=2, mesh={"dp": 2})
 def test_numbers_of_all_ranks_are_compared(gt_mesh):
     def build(last):

@@ -48,9 +48,9 @@ def test_numbers_that_agree_are_no_other_function():
     ("actual", "expected", "twin"),
     [
         (
-            lambda y: torch.where(y > 0.5, y, -y),
-            lambda y: torch.where(y <= 0.5, -y, y),
-            lambda y: torch.where(y > 0.51, y, -y),
+            lambda y: torch.where(y > 0.5, y, 2 * y),
+            lambda y: torch.where(y <= 0.5, 2 * y, y),
+            lambda y: torch.where(y > 0.51, y, 2 * y),
         ),
         (
             lambda y: y - y.flatten().amax(),

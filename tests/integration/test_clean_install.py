@@ -25,6 +25,7 @@ TORCH = next(
 FOUND = {sys.version_info.minor: sys.executable, **dict(other_pythons())}
 NOT_ON_THE_INDEX = 3
 PAGES = ("loss-differs", "goldens-in-ci", "two-nodes")
+DOORS = ("i-have-a-pass", "i-have-a-parallel-model", "i-have-a-compiled-model")
 pytestmark = pytest.mark.long
 
 
@@ -74,6 +75,11 @@ def test_the_tutorial_and_the_how_tos_are_followed(clean, tutorial):
         assert follow(ROOT / "docs" / "how-to" / f"{page}.md", tutorial, clean) > 0
 
 
+@pytest.mark.parametrize("page", DOORS)
+def test_the_doors_are_followed(clean, tmp_path, page):
+    assert follow(ROOT / "docs" / "how-to" / f"{page}.md", tmp_path, clean) == 3
+
+
 def test_the_examples_of_the_readme_are_followed(clean, tmp_path):
     assert follow(ROOT / "README.md", tmp_path, clean) == 2
 
@@ -89,6 +95,8 @@ def test_every_how_to_is_followed():
     written = {page.stem for page in (ROOT / "docs" / "how-to").glob("*.md")}
     assert written == {
         *PAGES,
+        *DOORS,
+        "loss-moved",  # by tests/over_time/test_page.py
         "add-a-pass",
         "ci-matrix",
         "transformers",

@@ -62,7 +62,7 @@ def test_its_bug_is_caught(example):
 
 def test_the_readme_quotes_what_it_says():
     """Numbers differ from machine to machine; the words do not."""
-    readme = (ROOT / "README.md").read_text()
+    readme = (EXAMPLE / "README.md").read_text()
     assert "type of aten.div.Tensor in bwd bucket layers[0, 1]: f32[216] became f32[1728]" in readme
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gtrainer import extensions, facts
+from pytest_gtrainer import devices, extensions, facts
 from pytest_gtrainer.marker import SHARED, spec_of
 from pytest_gtrainer.worlds.spec import KINDS
 
@@ -136,6 +136,15 @@ def gt_ranks(request: pytest.FixtureRequest) -> RankCaller:
     from pytest_gtrainer.ranks.caller import RankCaller
 
     return RankCaller(request)
+
+
+@pytest.fixture
+def gt_cuda_as_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let the CPU stand for CUDA during the test: its device arguments, seeds and questions."""
+    from pytest_gtrainer._torch.cuda_as_cpu import cuda_as_cpu
+
+    with cuda_as_cpu(devices.resolve(request.config).slots):
+        yield
 
 
 @pytest.fixture

@@ -96,6 +96,12 @@ OPTIONS: tuple[Option, ...] = (
         default="auto",
         choices=("auto", "cpu", "cuda"),
     ),
+    Option(
+        "cuda-as",
+        "let the CPU stand for CUDA in this run, also while test files are imported: device "
+        "arguments, seeds, and what torch.cuda answers (default: off)",
+        choices=("cpu",),
+    ),
     Option("timeout", "time limit for one test on ranks (default: 300)", 300.0, **_SECONDS),
     Option(
         "one-rank",

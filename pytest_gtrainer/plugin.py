@@ -5,6 +5,7 @@ Loading this module imports neither torch nor anything that does.
 
 import re
 from collections.abc import Generator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -57,9 +58,17 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     return follow(config)
 
 
-def pytest_report_header() -> str | None:
-    warning = complaint()
-    return f"gtrainer: {warning}" if warning else None
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    lines = []
+    if warning := complaint():
+        lines.append(f"gtrainer: {warning}")
+    if options.get(config, "cuda-as"):
+        slots = devices.resolve(config).slots
+        lines.append(
+            f"gtrainer: CUDA is the CPU in this run, as {slots} devices (gt_cuda_as=cpu): "
+            "no test of it says anything about a GPU"
+        )
+    return lines
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,6 +79,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if options.get(config, "gpus") or options.get(config, "device") != "auto":
         # A promise of devices that cannot be kept stops the run here, not at the first test.
         devices.resolve(config)
+    if options.get(config, "cuda-as"):
+        # Before test files are imported: their skip marks ask whether there is a GPU.
+        from pytest_gtrainer._torch.cuda_as_cpu import cuda_as_cpu
+
+        stack = ExitStack()
+        stack.enter_context(cuda_as_cpu(devices.resolve(config).slots))
+        config.add_cleanup(stack.close)
     goldens = GoldenPlugin(config)
     config.pluginmanager.register(goldens, "gtrainer-goldens")
     inline.register(config)

@@ -172,6 +172,17 @@ OPTIONS: tuple[Option, ...] = (
         metavar="FILE",
     ),
     Option(
+        "against",
+        "run the same tests at a git revision, too, and say what moved",
+        metavar="REV",
+    ),
+    Option(
+        "moved",
+        "what to do about tests that moved under --gt-against (default: report)",
+        default="report",
+        choices=("report", "fail"),
+    ),
+    Option(
         "bisect",
         "if a bitwise comparison of a replayed graph fails, find the pass that introduced the "
         "difference",
@@ -317,6 +328,10 @@ def check(config: pytest.Config) -> None:
     """Parse every option once, so that a bad value stops the run before it starts."""
     for option in OPTIONS:
         get(config, option.name)
+    if config.getoption("--gt-moved") is not None and get(config, "against") is None:
+        raise pytest.UsageError(
+            "--gt-moved is for tests that --gt-against compares: add --gt-against=REV"
+        )
 
 
 def file_to_write(config: pytest.Config, name: str, example: str) -> Path | None:
@@ -348,4 +363,21 @@ def file_to_write(config: pytest.Config, name: str, example: str) -> Path | None
 
 def wants_report(config: pytest.Config) -> bool:
     """Return whether the run records graphs and digests: for a page, a summary or a comparison."""
-    return any(get(config, name) is not None for name in ("report", "summary", "report-against"))
+    names = ("report", "summary", "report-against", "against")
+    return any(get(config, name) is not None for name in names)
+
+
+OTHER_SIDE = "GTRAINER_OTHER_SIDE"
+"""The variable that is set in the run at the revision of ``--gt-against``."""
+
+
+def is_other_side(config: pytest.Config) -> bool:
+    """Return whether this is the run at the revision, which another run has started."""
+    # A run that one of its tests starts is none.
+    page = os.environ.get(OTHER_SIDE)
+    return page is not None and config.getoption("--gt-report") == page
+
+
+def compares_runs(config: pytest.Config) -> bool:
+    """Return whether goldens are compared with those of another run, and not with their files."""
+    return is_other_side(config) or get(config, "against") is not None

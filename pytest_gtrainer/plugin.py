@@ -25,6 +25,7 @@ from pytest_gtrainer.report.plugin import (
     VerdictTables,
     witnessed,
 )
+from pytest_gtrainer.report.revision import ChosenTests, Imports
 from pytest_gtrainer.report.terminal import ConformanceTable, SummaryPlugin
 from pytest_gtrainer.swallowed import SwallowedChecks
 from pytest_gtrainer.worlds.hygiene import keep_trace_log_quiet
@@ -89,6 +90,10 @@ def pytest_configure(config: pytest.Config) -> None:
     goldens = GoldenPlugin(config)
     config.pluginmanager.register(goldens, "gtrainer-goldens")
     inline.register(config)
+    if options.compares_runs(config):
+        config.pluginmanager.register(Imports(), "gtrainer-imports")
+    if options.is_other_side(config) and not is_rank(config) and not config.option.pyargs:
+        config.pluginmanager.register(ChosenTests(config), "gtrainer-chosen-tests")
     if options.get(config, "leaked-flags") != "ignore":
         config.pluginmanager.register(LeakGuard(config), "gtrainer-leaks")
     config.pluginmanager.register(SwallowedChecks(), "gtrainer-swallowed")

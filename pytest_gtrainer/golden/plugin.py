@@ -11,6 +11,7 @@ none.
 """
 
 import functools
+import hashlib
 import os
 import shlex
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -49,6 +50,7 @@ class GoldenPlugin:
         self.modes = modes_of(config)
         # found after the last report, so no report carries them
         self.late_facts: list[facts.Fact] = []
+        self._compares_runs = options.compares_runs(config)
         self._artifacts = artifacts.folder(config)
         self._is_rank = "gt_rank" in getattr(config, "workerinput", {})
         self._recorded: dict[str, list[Claim]] = {}  # in a rank: claims for its reports
@@ -102,6 +104,11 @@ class GoldenPlugin:
         """
         held = self._held(claim)
         self._claimed |= {claim.path, held.path}
+        if self._compares_runs:
+            key = hashlib.sha256(claim.text.encode()).hexdigest()[:16]
+            text = {"key": key, "packed": facts.packed(claim.text)}
+            seen = {"kind": "golden_text", "name": claim.path, "of": claim.kind, **text}
+            return [_fact(claim, "compared between two runs"), seen], None
         try:
             golden = store.read(self.root / held.path, self.root)
         except store.GoldenFileError as error:
@@ -135,12 +142,7 @@ class GoldenPlugin:
         if finding.replaceable and is_asked:
             return self._await(claim, outcome)
         if not is_judged:
-            try:
-                kept = artifacts.save(item, _artifact(claim, "obtained"), claim.text)
-                where = f"; obtained: {artifacts.shown(kept)}" if kept is not None else ""
-            except store.GoldenFileError as error:
-                where = f"; {error}"
-            return [_fact(claim, "not judged", why=finding.reasons + where)], None
+            return self._not_judged_fact(item, claim, finding.reasons), None
 
         problem = f"{held.path} differs\n{finding.reasons}"
         if is_new:
@@ -150,6 +152,14 @@ class GoldenPlugin:
             )
 
         return self._failed(item, claim, "different", problem, golden)
+
+    def _not_judged_fact(self, item: pytest.Item, claim: Claim, why: str) -> list[facts.Fact]:
+        try:
+            kept = artifacts.save(item, _artifact(claim, "obtained"), claim.text)
+            where = f"; obtained: {artifacts.shown(kept)}" if kept is not None else ""
+        except store.GoldenFileError as error:
+            where = f"; {error}"
+        return [_fact(claim, "not judged", why=why + where)]
 
     def _renamed(self, item: pytest.Item, claim: Claim) -> str:
         """Return a paragraph on a golden without a test that has the obtained text; "" for none.

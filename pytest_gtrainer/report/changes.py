@@ -23,6 +23,11 @@ MOST = 3  # sentences of one difference; the rest is counted
 _MOST_GRAPHS = 20  # pairs of graphs described in words; large graphs take seconds each
 BAD = frozenset({"failed", "error"})
 _KEYS = frozenset({"name", "outcome", "comparisons", "pipelines"})
+_NEW_KEYS = frozenset({"claims", "seconds", "imported"})
+"""Keys that pages of older versions do not have."""
+_HEADS = ("--- ", "+++ ", "@@ ", "in this environment (")
+_SLOWER, _SECONDS = 2.0, 0.5
+"""A time is another one if it differs by this factor, and by this much."""
 _LARGEST_PAGE = 1 << 30  # bytes
 _MOST_DETAILS = 16 << 20  # bytes of a test's details, unpacked
 _MOST_OF_ALL_DETAILS = 256 << 20
@@ -87,6 +92,9 @@ class Earlier:
         graphs: packed graph texts by key.
         counts: tests by kind of change.
         shown: keys of earlier graphs that the new page shows beside its own.
+        name: the run in the summary, if it is not the name of the page.
+        where: the place of its tests in words.
+        times: whether times are compared.
     """
 
     path: Path
@@ -94,6 +102,9 @@ class Earlier:
     graphs: Mapping[str, str]
     counts: Counter[str] = field(default_factory=Counter)
     shown: set[str] = field(default_factory=set)
+    name: str = ""
+    where: str = "in the earlier report"
+    times: bool = False
     _words: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
     @classmethod
@@ -149,35 +160,27 @@ class Earlier:
 
         Returns:
             ``lines``: the changes in words; ``graphs``: name, earlier key and key of each changed
-            graph.
+            graph; ``moved``: whether anything but a time changed in a test of both runs.
         """
         then = self.tests.get(escaped(test.name))
-        is_bad = test.outcome in BAD
         if then is None:
-            self.counts["new"] += 1
-            self.counts["newly failing"] += is_bad
-            return {"lines": ["new: it is not in the earlier report"], "graphs": []}
+            return {"lines": [self._describe_new(test)], "graphs": [], "moved": False}
 
-        lines: list[str] = []
-        if then["outcome"] != test.outcome:
-            lines.append(f"{then['outcome']} then, {test.outcome} now")
-            was_bad = then["outcome"] in BAD
-            change = "with another outcome"  # also of a test that failed and is skipped now
-            if is_bad and not was_bad:
-                change = "newly failing"
-            elif was_bad and test.outcome in ("passed", "xpassed"):
-                change = "fixed"
-            self.counts[change] += 1
-        elif is_bad:
-            self.counts["failing as then"] += 1
-
+        lines = self._compare_outcomes(then["outcome"], test.outcome)
+        is_bad = test.outcome in BAD
         numbers, unpaired = _compare_numbers(then["comparisons"], details["comparisons"])
         graphs = list(_compare_graphs(then["pipelines"], details["pipelines"]))
         layouts = list(_compare_layouts(then["pipelines"], details["pipelines"]))
-        self.counts["with other numbers"] += bool(numbers)
-        self.counts["with another graph"] += bool(graphs)
+        claims, unclaimed = self._compare_claims(
+            then.get("claims", ()), details.get("claims", ()), texts
+        )
+        unpaired += unclaimed
+        self.counts["with other numbers"] += bool(numbers or claims["numbers"])
+        self.counts["with another graph"] += bool(graphs or claims["graph"])
         self.counts["with another layout"] += bool(layouts)
-
+        self.counts["with another text"] += bool(claims["text"])
+        for changes in claims.values():
+            lines += changes
         if numbers:
             lines.append(shorten(numbers))
         # A test that fails may end before some of its comparisons: their absence is no change.
@@ -194,7 +197,82 @@ class Earlier:
 
         if layouts:
             lines.append(shorten(layouts))
-        return {"lines": lines, "graphs": shown}
+        has_moved = bool(lines)
+        lines += self._compare_times(then.get("seconds"), details.get("seconds"))
+        return {"lines": lines, "graphs": shown, "moved": has_moved}
+
+    def _describe_new(self, test: Test) -> str:
+        self.counts["newly failing"] += test.outcome in BAD
+        file = self.tests.get(escaped(test.name.partition("::")[0]))
+        if file is None:
+            self.counts["new"] += 1
+            return f"new: it is not {self.where}"
+        self.counts["not collected then"] += 1
+        reason = file.get("reason", "for an unknown reason")
+        return f"not compared: its file cannot be collected {self.where}: {reason}"
+
+    def _compare_outcomes(self, then: str, now: str) -> list[str]:
+        is_bad, was_bad = now in BAD, then in BAD
+        if then == now:
+            self.counts["failing as then"] += is_bad
+            return []
+        change = "with another outcome"  # also of a test that failed and is skipped now
+        if is_bad and not was_bad:
+            change = "newly failing"
+        elif was_bad and now in ("passed", "xpassed"):
+            change = "fixed"
+        self.counts[change] += 1
+        return [f"{then} then, {now} now"]
+
+    def _compare_claims(
+        self, then: Sequence[Any], now: Sequence[Any], texts: Mapping[str, str]
+    ) -> tuple[dict[str, list[str]], list[str]]:
+        """Compare what a test claims for its goldens with what it claimed in the other run.
+
+        Returns:
+            Sentences on claims that differ, by kind of the golden, and sentences on goldens that
+            only one run checked.
+        """
+        earlier, current = _index(then, "name"), _index(now, "name")
+        changed: dict[str, list[str]] = {"graph": [], "numbers": [], "text": []}
+        unpaired = []
+        for key in dict.fromkeys([*earlier, *current]):
+            name = key[0][0]
+            if key not in current:
+                unpaired.append(f"{name}: no longer checked")
+            elif key not in earlier:
+                unpaired.append(f"{name}: newly checked")
+            elif earlier[key]["key"] != current[key]["key"]:
+                kind = current[key]["of"]
+                old, new = earlier[key]["key"], current[key]["key"]
+                described = self._describe_claim(kind, old, new, texts)
+                if described:
+                    changed[kind].append(f"{name}: {described}")
+        return changed, unpaired
+
+    def _describe_claim(self, kind: str, old: str, new: str, texts: Mapping[str, str]) -> str:
+        """Describe how a claim differs; "" if nothing counts, as the spelling of a number."""
+        from pytest_gtrainer.golden.compare import judge
+
+        if len(self._words) >= _MOST_GRAPHS:
+            return "another one (many differ, so the change is not described)"
+        finding = judge(kind, unpacked(self.graphs[old]), unpacked(texts[new]))
+        said = []
+        for line in finding.reasons.splitlines():
+            # Both sides are runs in this environment, and their names stand beside.
+            if line.strip() and not line.startswith(_HEADS):
+                said.append(line)
+        self._words[old, new] = said
+        return "" if finding.outcome == "equal" else shorten(self._words[old, new])
+
+    def _compare_times(self, then: float | None, now: float | None) -> list[str]:
+        if not self.times or then is None or now is None or abs(then - now) < _SECONDS:
+            return []
+        change = "slower" if now > then else "faster"
+        if max(then, now) < _SLOWER * min(then, now):
+            return []
+        self.counts[change] += 1
+        return [f"{change}: {then:.1f} s then, {now:.1f} s now"]
 
     def _describe_graph_change(self, old: str, new: str, texts: Mapping[str, str]) -> list[str]:
         from pytest_gtrainer.graphtext import TextError, unfold
@@ -213,7 +291,7 @@ class Earlier:
     def summary(self, names: set[str]) -> str:
         """Summarize the comparison in one line; ``names`` are the tests of this run."""
         counts = {**self.counts, "not in this run": len(set(self.tests) - set(map(escaped, names)))}
-        return f"against {self.path.name}: {spell_counts(counts) or 'nothing changed'}"
+        return f"against {self.name or self.path.name}: {spell_counts(counts) or 'nothing changed'}"
 
 
 def _read_page(path: Path) -> str:
@@ -240,7 +318,11 @@ def _unpack_tests(packed_details: Iterable[str]) -> dict[str, Mapping[str, Any]]
         text = unpacked(packed_text, most=min(_MOST_DETAILS, left))
         left -= len(text)
         details = json.loads(text)
-        tests[details["name"]] = {name: details[name] for name in _KEYS}
+        kept = {name: details[name] for name in [*_KEYS, *(_NEW_KEYS & details.keys())]}
+        if "::" not in details["name"] and details.get("failures"):
+            # A file that was not collected: the last line names the exception.
+            kept["reason"] = details["failures"][-1][1].strip().rpartition("\n")[2]
+        tests[details["name"]] = kept
         if not all("number" in pipeline for pipeline in details["pipelines"]):
             raise KeyError("number")
     return tests

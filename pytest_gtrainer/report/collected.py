@@ -22,10 +22,12 @@ SHOWN = (
     "layout",
     "comparison",
     "golden_difference",
+    "golden_text",
+    "imported",
     "not_shown",
 )
 """Kinds of the facts that only the report reads; ``witness`` explains them."""
-_ONCE_A_TEST = ("graph_text", "schedule", "memory")
+_ONCE_A_TEST = ("graph_text", "schedule", "memory", "imported")
 _MILDEST_FIRST = (
     "equal on this rank",  # of a control: one rank that differs is enough
     "equal",
@@ -71,7 +73,7 @@ class Test:
         by_rank: Mapping[Any, list[Fact]] | None = getattr(report, "gt_shown", None)
         if by_rank is not None:
             # Ranks have sent their own; goldens are judged in the pytest process, for all of them.
-            own = of_kind(own, "golden_difference")
+            own = of_kind(own, "golden_difference", "golden_text")
         for rank, sent in [(0, select_shown(own)), *(by_rank or {}).items()]:
             self.shown.setdefault(int(rank), []).extend(sent)
 

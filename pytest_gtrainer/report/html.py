@@ -71,6 +71,8 @@ def render_page(run: Run) -> str:
                 packed_by_key[fact["key"]] = fact["packed"]
         for fact in test.find("golden_difference"):
             texts.update(fact["texts"])
+        for fact in test.find("golden_text"):
+            texts[fact["key"]] = fact["packed"]
 
     if run.earlier is not None:
         for key in run.earlier.shown & run.earlier.graphs.keys():
@@ -123,6 +125,10 @@ def build_details(test: Test, earlier: Earlier | None = None) -> dict[str, Any]:
             shown += f"\n[... {len(text) - _MOST_OUTPUT} more]"
         sections.append([title, shown])
 
+    claimed = test.find("golden_text")
+    imported: list[facts.Fact] = []
+    for sent in test.shown.values():
+        imported += facts.of_kind(sent, "imported")
     failures = []
     for report in test.reports:
         if report.failed:
@@ -132,7 +138,7 @@ def build_details(test: Test, earlier: Earlier | None = None) -> dict[str, Any]:
         "outcome": test.outcome,
         "changed": describe_failure(test),
         "goldens": goldens,
-        "earlier": {"lines": [], "graphs": []},
+        "earlier": {"lines": [], "graphs": [], "moved": False},
         "failures": failures,
         "comparisons": test.comparisons(),
         # Layouts of no pipeline are pairs that the test compared.
@@ -140,10 +146,13 @@ def build_details(test: Test, earlier: Earlier | None = None) -> dict[str, Any]:
         "pipelines": _build_pipelines(test),
         "memories": [fact["key"] for fact in test.find("memory") if fact["asked"]],
         "said": _describe_checks(test),
+        "claims": [{name: fact[name] for name in ("name", "of", "key")} for fact in claimed],
+        "seconds": sum(report.duration for report in test.reports),
+        "imported": imported,
         "sections": sections,
     }
     if earlier is not None:
-        graphs = {fact["key"]: fact["packed"] for fact in test.find("graph_text")}
+        graphs = {fact["key"]: fact["packed"] for fact in [*test.find("graph_text"), *claimed]}
         details["earlier"] = earlier.compare(test, details, graphs)
     return details
 

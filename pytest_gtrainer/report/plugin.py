@@ -10,11 +10,11 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,9 +23,15 @@ from pytest_gtrainer.golden import artifacts
 from pytest_gtrainer.marker import valid_spec_of
 from pytest_gtrainer.report.changes import Earlier
 from pytest_gtrainer.report.collected import Test
+from pytest_gtrainer.report.revision import NotComparable, Revision
+from pytest_gtrainer.report.terminal import bounded, write_section
 from pytest_gtrainer.report.witness import Witness
 
+if TYPE_CHECKING:
+    from pytest_gtrainer.report.html import Run
+
 TABLE = "differences.tsv"
+_MOST_MOVES = 60  # lines on the terminal about tests that moved
 
 
 @contextmanager
@@ -62,14 +68,21 @@ class ReportPlugin:
         self._is_written = False
         self.paths: dict[str, Path] = {}
         here = config.invocation_params.dir
-        for option, example in (("report", "report.html"), ("summary", "summary.md")):
+        is_other_side = options.is_other_side(config)
+        files = {"report": "report.html", "summary": "summary.md"}
+        if is_other_side:
+            del files["summary"]  # the run here may write the same file
+        for option, example in files.items():
             path = options.file_to_write(config, option, example)
             if path is not None:
                 self.paths[option] = path
 
-        against = options.get(config, "report-against")
+        against, revision = options.get(config, "report-against"), options.get(config, "against")
         self.earlier: Earlier | None = None
-        if against is not None:
+        self.revision: Revision | None = None
+        if revision is not None and not is_other_side:
+            self.revision = Revision.find(config, revision)
+        if against is not None and not is_other_side:
             self.earlier = Earlier.read(against, Path(here, against))
 
     @pytest.hookimpl(trylast=True)
@@ -91,16 +104,76 @@ class ReportPlugin:
             )
             self.pytest_runtest_logreport(error)
 
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self._session = session
+
+    def pytest_report_header(self) -> str | None:
+        if self.revision is None:
+            return None
+        return f"gtrainer: against {self.revision}: here is {self.revision.here}"
+
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         self._is_written = True
+        if self.revision is not None:
+            write_section(terminalreporter, "=", f"against {self.revision}", [])
+            self._run_revision(self.revision, terminalreporter.write_line)
         for line, is_problem in self._write():
             terminalreporter.write_line(facts.one_line(f"gtrainer: {line}"), red=is_problem)
 
     def pytest_unconfigure(self) -> None:
         # pytest calls no terminal summary with ``-p no:terminal``.
         if not self._is_written:
+            if self.revision is not None:
+                self._run_revision(self.revision, lambda line: None)
             self._write()
+
+    def _run_revision(self, revision: Revision, write_line: Callable[[str], None]) -> None:
+        """Run the tests at the revision and write what moved; a run that cannot is not green."""
+        status, tests = self._session.exitstatus, list(self._tests.values())
+        write_line(f"here is {revision.here}")
+        problem = None
+        if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not tests:
+            problem = "nothing compared: the run here has not ended, or no test has run"
+        else:
+            write_line(f"there: {revision.command(self.config, tests)}")
+            try:
+                with facts.long_work(f"the same tests at {revision}"):
+                    self.earlier = revision.run(self.config, tests)
+            except NotComparable as error:
+                problem = f"nothing compared: {error}"
+            except KeyboardInterrupt:
+                problem = "nothing compared: interrupted"
+                status = pytest.ExitCode.INTERRUPTED
+        if problem is not None:
+            write_line(facts.one_line(problem))
+            if status == pytest.ExitCode.OK:
+                status = pytest.ExitCode.TESTS_FAILED
+            self._session.exitstatus = status
+
+    def _describe_moves(self, run: "Run") -> list[str]:
+        """Return what moved against the revision, a line for each test; fail the run if asked."""
+        assert run.earlier is not None
+        lines, has_moved = [], False
+        for details in run.details:
+            if details["earlier"]["lines"]:
+                lines.append(f"{details['name']}: {'; '.join(details['earlier']['lines'])}")
+            has_moved = has_moved or details["earlier"]["moved"]
+        shown = ("comparisons", "pipelines", "claims")
+        if not any(details[name] for details in run.details for name in shown):
+            lines.append(
+                "no test recorded numbers, graphs or goldens: outcomes and times were compared"
+            )
+        lines = bounded(lines, most=_MOST_MOVES)
+        is_in_vain = not any(test.name in run.earlier.tests for test in run.tests)
+        if is_in_vain:
+            lines.append(f"nothing compared: none of these tests ran {run.earlier.where}")
+        fails = has_moved and options.get(self.config, "moved") == "fail"
+        if fails:
+            lines.append("--gt-moved=fail: this run fails, because tests have moved")
+        if (fails or is_in_vain) and self._session.exitstatus == pytest.ExitCode.OK:
+            self._session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        return lines
 
     def _write(self) -> list[tuple[str, bool]]:
         """Write the wanted files. Return lines for the terminal, with True for a problem."""
@@ -127,6 +200,8 @@ class ReportPlugin:
                 earlier=self.earlier,
                 folder="" if folder == "." else f"{folder}/",
             )
+            if self.revision is not None and self.earlier is not None:
+                lines += [(line, False) for line in self._describe_moves(run)]
             if self.earlier is not None:
                 lines.append((run.summary[-1], False))
             for name, path in self.paths.items():

@@ -91,14 +91,14 @@ class SummaryPlugin:
         for fact in facts.of_kind(self.facts, "sweep"):
             sweeps.setdefault(fact["sweep"], []).append(fact)
         for name, rows in sweeps.items():
-            _write_section(terminalreporter, "-", f"sweep {name}", sweep_table(rows))
+            write_section(terminalreporter, "-", f"sweep {name}", sweep_table(rows))
         for test, rows in self._nets.items():
             # A table compares nets; one net that was run several times needs none.
             if len(set(map(itemgetter(*_NET), rows))) > 1:
-                _write_section(terminalreporter, "-", f"nets of {test}", net_table(rows))
+                write_section(terminalreporter, "-", f"nets of {test}", net_table(rows))
         lines = bounded(list(map(facts.one_line, self.lines())))
         if lines:
-            _write_section(terminalreporter, "=", "gtrainer", lines)
+            write_section(terminalreporter, "=", "gtrainer", lines)
 
     def lines(self) -> list[str]:
         """Return the whole summary, for the page of a report; the terminal shows less."""
@@ -140,9 +140,10 @@ def _find_idle(found: Sequence[Fact]) -> list[Fact]:
     return idle
 
 
-def _write_section(
+def write_section(
     reporter: pytest.TerminalReporter, sign: str, title: str, lines: Sequence[str]
 ) -> None:
+    """Write a line with a title, then the lines."""
     reporter.write_sep(sign, facts.one_line(title))
     for line in lines:
         reporter.write_line(facts.one_line(line))
@@ -280,7 +281,7 @@ class ConformanceTable:
             counts = Counter(row["result"] for row in rows.values())
             lines.append(spell_counts({result: counts[result] for result in reversed(_WORST)}))
             lines += self._changes(name, rows)
-            _write_section(terminalreporter, "-", f"conformance of {name}", lines)
+            write_section(terminalreporter, "-", f"conformance of {name}", lines)
         for line in filter(None, [*self._nothing_judged(), self._is_not_written]):
             terminalreporter.write_line(facts.one_line(line))
 

@@ -42,6 +42,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "references.hand_over": ("trace_once",),
     "references.parity": ("assert_parity", "assert_simulated_parity", "train_eager", "train_graph"),
     "references.invariant": ("assert_invariant",),
+    "references.rank_agnostic": ("assert_rank_agnostic",),
     "references.replicas": ("RanksDisagree", "ReplicasDiffer", "assert_replicas_equal"),
     "references.runs": ("assert_runs_equal",),
     "references.same_model": ("assert_same_model",),

@@ -20,7 +20,7 @@ import pytest_gtrainer
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.autograd import TorchDispatchMode
 from pytest_gtrainer._torch.values import OpOverload
-from pytest_gtrainer.graph.nodes import tensors_in, written_parameters
+from pytest_gtrainer.graph.nodes import leaves_of, tensors_in, written_parameters
 from pytest_gtrainer.numerics.bits import NoBytes, copied, is_dtensor
 from pytest_gtrainer.numerics.operators import computes
 
@@ -36,12 +36,14 @@ class Call:
         what: the operator, as ``aten.mm.default``, or the collective in words.
         line: the innermost line of the user's code, as "model.py:31 in forward".
         outputs: copies of the tensors that it returned or wrote.
+        numbers: the numbers among its arguments.
     """
 
     what: str
     line: str
     outputs: list[Tensor]
     is_collective: bool = False
+    numbers: tuple[int | float, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.what} at {self.line}"
@@ -51,14 +53,23 @@ class Call:
 class Calls:
     """The calls of this thread in a block, in their order.
 
-    Without ``outputs`` none is kept, and only ``has_communicated`` is known.
+    Without ``outputs`` none is kept, and only ``has_communicated`` is known. With ``views``
+    operators that only show memory count, too.
     """
 
     outputs: bool = True
+    views: bool = False
     calls: list[Call] = field(default_factory=list)
     has_communicated: bool = False
 
-    def add(self, what: str, outputs: Any, *, is_collective: bool = False) -> None:
+    def add(
+        self,
+        what: str,
+        outputs: Any,
+        *,
+        is_collective: bool = False,
+        numbers: tuple[int | float, ...] = (),
+    ) -> None:
         """Keep a call with copies of its outputs, unless one of them has no bytes."""
         if not self.outputs:
             return
@@ -67,13 +78,13 @@ class Calls:
         except NoBytes:
             return
         if copies:
-            self.calls.append(Call(what, _line(), copies, is_collective))
+            self.calls.append(Call(what, _line(), copies, is_collective, numbers))
 
 
 @contextmanager
-def kept_calls(*, outputs: bool = True) -> Iterator[Calls]:
-    """Keep every call that this thread makes in the block, with copies of its ``outputs``."""
-    calls, thread = Calls(outputs), threading.get_ident()
+def kept_calls(*, outputs: bool = True, views: bool = False) -> Iterator[Calls]:
+    """Keep every call that this thread makes in the block: see ``Calls``."""
+    calls, thread = Calls(outputs, views), threading.get_ident()
 
     # Ranks on threads carry collectives out in Python, where no mode sees them.
     def received(what: str, outputs: list[Tensor]) -> None:
@@ -98,12 +109,12 @@ class _CallsMode(TorchDispatchMode):
         output = func(*args, **kwargs)
         if func.namespace in _COLLECTIVES:
             self._add_collective(func, output)
-        elif func.namespace not in ("aten", "prims") or (computes(func) and not _copies(func)):
+        elif gives_values(func) or (self._calls.views and func.is_view):
             # An operator of the user's may write to its arguments and return nothing.
             written = []
             for place, name in written_parameters(func):
                 written.append(kwargs.get(name, args[place] if place < len(args) else None))
-            self._calls.add(str(func), [output, *written])
+            self._calls.add(str(func), [output, *written], numbers=numbers_in(args, kwargs))
         return output
 
     def _add_collective(self, func: OpOverload, output: Any) -> None:
@@ -118,11 +129,17 @@ class _CallsMode(TorchDispatchMode):
             self._calls.add(str(func), output, is_collective=True)
 
 
-def _copies(operator: OpOverload) -> bool:
-    """Return whether an operator only copies: ``contiguous`` does so at some sizes and not at
-    others.
-    """
-    return str(operator).startswith(("aten.clone.", "aten.copy_."))
+def gives_values(operator: OpOverload) -> bool:
+    """Return whether an operator computes: not a view, a copy, or memory without values."""
+    if operator.namespace not in ("aten", "prims"):
+        return True  # the user's
+    # ``contiguous`` copies at some sizes and not at others.
+    return computes(operator) and not str(operator).startswith(("aten.clone.", "aten.copy_."))
+
+
+def numbers_in(*arguments: Any) -> tuple[int | float, ...]:
+    """Return the numbers among arguments, in their order."""
+    return tuple(leaf for leaf in leaves_of(arguments) if type(leaf) in (int, float))
 
 
 def _line() -> str:

@@ -77,7 +77,7 @@ def simulate_graph(
             "the graph has no collective, so no net changes a bit of it: run it by itself"
         )
     return run_on_net(
-        gm, _inputs_of_ranks(inputs_of_rank, net.size), world, net, groups=groups, outputs=outputs
+        gm, inputs_of_ranks(inputs_of_rank, net.size), world, net, groups=groups, outputs=outputs
     )
 
 
@@ -153,7 +153,7 @@ def simulate_eager(
         ValueError: inputs or outputs that do not fit.
     """
     net = net_of_any(world)
-    inputs = _inputs_of_ranks(inputs_of_rank, net.size)
+    inputs = inputs_of_ranks(inputs_of_rank, net.size)
 
     def call(rank: int) -> tuple[dict[str, Any], bool]:
         own = inputs[rank]
@@ -184,7 +184,8 @@ def net_of_any(world: AnyWorld) -> Net:
     return net
 
 
-def _inputs_of_ranks(inputs_of_rank: InputsOfRank, size: int) -> Sequence[Inputs]:
+def inputs_of_ranks(inputs_of_rank: InputsOfRank, size: int) -> Sequence[Inputs]:
+    """Return the inputs of each rank, checked."""
     if callable(inputs_of_rank):
         inputs_of_rank = list(map(inputs_of_rank, range(size)))
     if len(inputs_of_rank) != size:

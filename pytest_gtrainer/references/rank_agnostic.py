@@ -1,0 +1,308 @@
+"""Check that a graph, or a compiled artefact, that one rank made serves every rank.
+
+Ranks compile one program, so one of them may compile for all. Then a number that the program takes
+from its rank in Python, as where its part of the vocabulary begins, is a constant of the graph: the
+number of the rank that traced.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from pytest_gtrainer import facts
+from pytest_gtrainer._torch.random_states import random_states_kept
+from pytest_gtrainer._torch.values import OpOverload, pytree, schema
+from pytest_gtrainer.facts import counted, spell_some
+from pytest_gtrainer.graph.foreign import AnyGraph, adopt
+from pytest_gtrainer.graph.nodes import held
+from pytest_gtrainer.numerics.bits import byte_view, copied, count_not_finite, same_bytes
+from pytest_gtrainer.numerics.calls import Call, gives_values, kept_calls, numbers_in
+from pytest_gtrainer.numerics.compare import BitwiseDifference, compare
+from pytest_gtrainer.numerics.graph_run import copies
+from pytest_gtrainer.numerics.verdict import Verdict
+from pytest_gtrainer.worlds.gathering import gather_objects
+from pytest_gtrainer.worlds.simulate import (
+    AnyWorld,
+    Groups,
+    Inputs,
+    InputsOfRank,
+    inputs_of_ranks,
+    net_of_any,
+    run_on_net,
+)
+from pytest_gtrainer.worlds.simulated import VacuousCheck
+from pytest_gtrainer.worlds.simulated.threads.run import run_threads
+
+Results = dict[str, Tensor]
+Sides = tuple[list[Call], list[Call]]  # of the graph, of the function
+_MOST_NUMBERS = 8
+
+
+@facts.check
+def assert_rank_agnostic(
+    graph: AnyGraph | Callable[..., Any],
+    function: Callable[..., Any],
+    inputs_of_rank: InputsOfRank,
+    world: AnyWorld,
+    *,
+    groups: Groups | None = None,
+    what: str = "",
+) -> list[Verdict]:
+    """Check that a graph of one rank, replayed as every rank, gives what that rank computes.
+
+    Args:
+        graph: a graph of any tracer, as one rank has traced it. In a test on ranks also an
+            artefact: a callable, as of ``torch.export.load``.
+        function: the eager program. On each rank it takes the same inputs, and its results have the
+            graph's order.
+        inputs_of_rank: inputs by rank, as for ``simulate_graph``.
+        world: the world of a simulated test, a net, or a number of ranks. In a test on ranks its
+            world: then every rank calls this, and runs the graph itself.
+        groups: ranks of process groups that this process does not have, as for ``simulate_graph``.
+        what: what is run, for the message.
+
+    Returns:
+        The verdict of each rank.
+
+    Raises:
+        BitwiseDifference: ranks on which the results differ, and the first operator: its line in
+            the function, the numbers that the graph gives it, and those of the rank.
+        VacuousCheck: a world of one rank, or no finite result.
+        DependsOnRank: inputs of a rank have other shapes than the traced ones.
+        ValueError: inputs, results or groups that do not fit.
+    """
+    __tracebackhide__ = True
+    sides = _OnRanks if dist.is_initialized() and dist.get_backend() != "fake" else _Simulated
+    runs = sides(graph, function, inputs_of_rank, world, groups)
+    verdicts: list[Verdict] = []
+    for actual, expected in runs.results():
+        if len(actual) != len(expected):
+            raise ValueError(
+                f"the graph returns {counted(len(actual), 'tensor')}, the function "
+                f"{len(expected)}: return the same, in one order"
+            )
+        verdict = compare(actual, expected)
+        facts.emit("verdict", outcome=verdict.label, tensors=verdict.compared, what=what)
+        elements = sum(tensor.numel() for tensor in expected.values())
+        if not elements or elements == sum(map(count_not_finite, expected.values())):
+            raise VacuousCheck(
+                f"no result of rank {len(verdicts)} is finite, so its bits are equal whatever "
+                "computes them: take other inputs"
+            )
+        verdicts.append(verdict)
+
+    wrong = [rank for rank, verdict in enumerate(verdicts) if verdict.outcome != "equal"]
+    if wrong:
+        verdict = verdicts[wrong[0]]
+        lines = [
+            f"{what or 'the graph'} does not give the results of "
+            f"rank{'s' * (len(wrong) > 1)} {spell_some(wrong, 8)}, of {len(verdicts)}",
+            *_first_constant(runs.calls()),
+            str(verdict),
+        ]
+        raise BitwiseDifference("\n".join(lines), verdict)
+    return verdicts
+
+
+class _Simulated:
+    """The graph in the interpreter of a simulated world, the function on its threads."""
+
+    def __init__(
+        self,
+        graph: Any,
+        function: Callable[..., Any],
+        inputs_of_rank: InputsOfRank,
+        world: AnyWorld,
+        groups: Groups | None,
+    ) -> None:
+        self.gm, self.function, self.groups = adopt(graph), function, groups
+        self.world, self.net = world, net_of_any(world)
+        self.inputs = inputs_of_ranks(inputs_of_rank, self.net.size)
+
+    def results(self) -> list[tuple[Results, Results]]:
+        """Return the results of both sides, by rank."""
+        by_graph = [_named(own) for own in self._replay(self.gm)]
+        by_function = run_threads(
+            self.net.size,
+            lambda rank: _named(_call(self.function, self.inputs[rank])),
+            net=self.net,
+        )
+        return list(zip(by_graph, by_function, strict=True))
+
+    def calls(self) -> list[Sides]:
+        """Return the operators of the graph and of the function, by rank."""
+
+        by_function = run_threads(
+            self.net.size, lambda rank: _calls(self.function, self.inputs[rank]), net=self.net
+        )
+        nodes = [node for node in self.gm.graph.nodes if _gives_a_tensor(node)]
+        found: list[Sides] = []
+        for values, own in zip(
+            self._replay(_with_output(self.gm, nodes)), by_function, strict=True
+        ):
+            by_graph = []
+            for node, value in zip(nodes, values.values(), strict=True):
+                call = Call(str(node.target), "", [value], numbers=self._numbers(node))
+                by_graph.append(call)
+            found.append((by_graph, own))
+        return found
+
+    def _replay(self, gm: fx.GraphModule) -> list[dict[str, Any]]:
+        return run_on_net(gm, _copied(self.inputs), self.world, self.net, groups=self.groups)
+
+    def _numbers(self, node: fx.Node) -> tuple[int | float, ...]:
+        """Return the numbers among the arguments of a node, and of small constants among them."""
+        found = list(numbers_in(node.args, node.kwargs))
+        for operand in node.all_input_nodes:
+            # ``torch.tensor(4)`` in a program is a constant and a copy of it.
+            if "lift_fresh" in str(operand.target):
+                operand = operand.all_input_nodes[0]
+            if operand.op == "get_attr":
+                constant = held(self.gm, str(operand.target))
+                if isinstance(constant, Tensor) and constant.numel() <= _MOST_NUMBERS:
+                    found += constant.flatten().tolist()
+        return tuple(found)
+
+
+class _OnRanks:
+    """Both sides on real ranks; each rank has a copy of the graph, or of the artefact."""
+
+    def __init__(
+        self,
+        graph: Any,
+        function: Callable[..., Any],
+        inputs_of_rank: InputsOfRank,
+        world: AnyWorld,
+        groups: Groups | None,
+    ) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if size == 1:
+            raise VacuousCheck("in a world of one rank every graph serves all: take two or more")
+        self.inputs: Inputs = inputs_of_ranks(inputs_of_rank, size)[rank]
+        self.graph = graph
+        if not callable(graph):
+            self.graph = adopt(graph)
+        self.function = function
+
+    def results(self) -> list[tuple[Results, Results]]:
+        """Return the results of both sides, by rank, on every rank."""
+        sides = self.graph, self.function
+        return gather_objects(tuple(_named(_call(side, self.inputs)) for side in sides))
+
+    def calls(self) -> list[Sides]:
+        """Return the operators of both sides, by rank, on every rank."""
+        sides = self.graph, self.function
+        return gather_objects(tuple(_calls(side, self.inputs) for side in sides))
+
+
+def _call(function: Callable[..., Any], inputs: Inputs) -> Any:
+    """Call a function with copies of the inputs, from the random states of now."""
+    own = _copied(inputs)
+    with random_states_kept():
+        return function(**own) if isinstance(own, Mapping) else function(*own)
+
+
+def _calls(function: Callable[..., Any], inputs: Inputs) -> list[Call]:
+    own = _copied(inputs)
+    with random_states_kept(), kept_calls(views=True) as calls:
+        function(**own) if isinstance(own, Mapping) else function(*own)
+    return calls.calls
+
+
+def _copied(inputs: Any) -> Any:
+    leaves, structure = pytree.tree_flatten(inputs)
+    return pytree.tree_unflatten(copies(leaves), structure)
+
+
+def _named(result: Any) -> Results:
+    """Return copies of the tensors of a result on the host, by their order."""
+    found: Results = {}
+    for leaf in pytree.tree_leaves(result):
+        if isinstance(leaf, Tensor):
+            found[f"output_{len(found)}"] = copied(leaf).cpu()
+    return found
+
+
+def _gives_a_tensor(node: fx.Node) -> bool:
+    """Return whether a node computes or shows one tensor."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    if not (gives_values(node.target) or node.target.is_view):
+        return False
+    return [str(result.type) for result in schema(node.target).returns] == ["Tensor"]
+
+
+def _with_output(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> fx.GraphModule:
+    """Return a copy of a graph that returns the values of these nodes."""
+    graph = fx.Graph()
+    copy_of: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            continue
+        copy_of[node] = graph.node_copy(node, copy_of.__getitem__)
+    graph.output(tuple(copy_of[node] for node in nodes))
+    return fx.GraphModule(gm, graph)
+
+
+def _first_constant(calls: Sequence[Sides]) -> list[str]:
+    """Name the first operator whose value is another, on the rank where it is the first.
+
+    A collective carries what is wrong on one rank to all, so that they differ later.
+    """
+    found: dict[int, tuple[int, Call, Call]] = {}
+    for rank, (by_graph, by_function) in enumerate(calls):
+        first = _first_differing(by_graph, by_function)
+        if first is not None:
+            found[rank] = first
+    if not found:
+        for rank, (by_graph, by_function) in enumerate(calls):
+            left = Counter(call.what for call in by_graph)
+            for call in by_function:
+                left[call.what] -= 1
+                if left[call.what] < 0 and not call.is_collective:
+                    return [f"rank {rank} calls {call}, which the graph does not"]
+        return ["no operator was seen whose value is another"]
+
+    rank, (place, call, own) = min(found.items(), key=lambda item: item[1][0])
+    lines = [f"first operator whose value is another, on rank {rank}: {own}"]
+    if call.numbers != own.numbers:
+        lines.append(f"  its numbers: {_spell(call)} in the graph, {_spell(own)} on rank {rank}")
+    if len(found) == len(calls) and all(first[0] == place for first in found.values()):
+        lines.append(
+            "  this is so on every rank, also on the one that traced: the graph is of another "
+            "program, or rounds otherwise"
+        )
+    return lines
+
+
+def _first_differing(
+    by_graph: Sequence[Call], by_function: Sequence[Call]
+) -> tuple[int, Call, Call] | None:
+    counts = Counter(call.what for call in by_graph)
+    own_counts = Counter(call.what for call in by_function)
+    own_calls = _by_number(by_function)
+    for place, (key, call) in enumerate(_by_number(by_graph).items()):
+        # Where one side calls an operator more often, nobody knows which calls are one.
+        if call.is_collective or counts[call.what] != own_counts[call.what]:
+            continue
+        own = own_calls[key]
+        for x, y in zip(call.outputs, own.outputs, strict=False):
+            if x.shape != y.shape or not same_bytes(byte_view(x), byte_view(y)):
+                return place, call, own
+    return None
+
+
+def _by_number(calls: Sequence[Call]) -> dict[tuple[str, int], Call]:
+    found: dict[tuple[str, int], Call] = {}
+    counts: Counter[str] = Counter()
+    for call in calls:
+        counts[call.what] += 1
+        found[call.what, counts[call.what]] = call
+    return found
+
+
+def _spell(call: Call) -> str:
+    return spell_some(call.numbers, _MOST_NUMBERS) or "none"

@@ -1,0 +1,128 @@
+"""``assert_rank_agnostic``: a graph of one rank on all ranks, and the constants of its rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from pytest_gtrainer import BitwiseDifference, VacuousCheck, assert_rank_agnostic
+
+PART = 4
+
+
+def embed(tokens, weight, offset):
+    own = tokens - offset
+    is_here = (own >= 0) & (own < PART)
+    rows = weight[own.clamp(0, PART - 1)] * is_here.unsqueeze(-1)
+    return funcol.wait_tensor(funcol.all_reduce(rows, "sum", dist.group.WORLD)).relu()
+
+
+def by_rank(tokens, weight, offset):
+    return embed(tokens, weight, PART * dist.get_rank())
+
+
+def by_constant(tokens, weight, offset):
+    return embed(tokens, weight, torch.tensor(PART * dist.get_rank()))
+
+
+def by_slice(tokens, weight, offset):
+    rank = dist.get_rank()
+    return weight[rank : rank + 1].relu() * 2
+
+
+def by_branch(tokens, weight, offset):
+    return weight.sin() if dist.get_rank() % 2 == 0 else weight.cos()
+
+
+def inputs_of(rank, size=3):
+    weight = torch.randn(PART, 2, generator=torch.Generator().manual_seed(rank))
+    return torch.arange(size * PART), weight, torch.tensor(PART * rank)
+
+
+def traced(function):
+    return make_fx(function)(*inputs_of(0))
+
+
+@pytest.mark.gt_world("simulated", size=3)
+def test_a_graph_that_serves_all_ranks(gt_world):
+    """Z5: inputs that the graph writes to stay as they are."""
+    assert len(assert_rank_agnostic(traced(embed), embed, inputs_of, gt_world)) == 3
+
+    def writes(tokens, weight, offset):
+        return weight.add_(1) * 2
+
+    inputs = [inputs_of(rank) for rank in range(3)]
+    before = inputs[0][1].clone()
+    assert_rank_agnostic(traced(writes), writes, inputs, gt_world)
+    assert torch.equal(inputs[0][1], before)
+
+
+@pytest.mark.gt_world("simulated", size=3)
+@pytest.mark.parametrize(
+    ("function", "ranks", "operator", "numbers"),
+    [
+        (by_rank, "0, 1, 2", "aten.sub.Tensor", "0 in the graph, 4 on rank 1"),
+        (by_constant, "0, 1, 2", "aten.sub.Tensor", "0 in the graph, none on rank 1"),
+        (by_slice, "1, 2", "aten.slice.Tensor", "0, 0, 1 in the graph, 0, 1, 2 on rank 1"),
+    ],
+)
+def test_a_constant_of_the_rank_that_traced(gt_world, function, ranks, operator, numbers):
+    """Z5: torchtitan#4730; a number, a tensor of one, and a slice, by operator and line."""
+    with pytest.raises(BitwiseDifference) as error:
+        assert_rank_agnostic(traced(function), function, inputs_of, gt_world, what="embed")
+    first, named, own, *_ = str(error.value).splitlines()
+    assert first == f"embed does not give the results of ranks {ranks}, of 3"
+    begin = "first operator whose value is another, on rank 1: "
+    assert named.startswith(f"{begin}{operator} at test_rank_agnostic.py:")
+    assert own == f"  its numbers: {numbers}"
+
+
+@pytest.mark.gt_world("simulated", size=3)
+def test_other_programs(gt_world):
+    """Z5: the ranks between the ends, too; a program with another branch, or of other results."""
+    with pytest.raises(BitwiseDifference) as error:
+        assert_rank_agnostic(traced(by_branch), by_branch, inputs_of, gt_world)
+    text = str(error.value)
+    assert text.startswith("the graph does not give the results of rank 1, of 3\n")
+    assert "rank 1 calls aten.cos.default at test_rank_agnostic.py:" in text
+    with pytest.raises(BitwiseDifference, match="this is so on every rank, also on the one that"):
+        assert_rank_agnostic(
+            traced(lambda *own: own[1] * 2), lambda *own: own[1] * 3, inputs_of, gt_world
+        )
+
+
+@pytest.mark.gt_world("simulated", size=3)
+def test_what_could_not_fail(gt_world):
+    with pytest.raises(VacuousCheck, match="in a world of one rank"):
+        assert_rank_agnostic(traced(embed), embed, inputs_of, 1)
+
+    def nan(tokens, weight, offset):
+        return weight * float("nan")
+
+    with pytest.raises(VacuousCheck, match="no result of rank 0 is finite"):
+        assert_rank_agnostic(traced(nan), nan, inputs_of, gt_world)
+    with pytest.raises(ValueError, match="the graph returns 1 tensor, the function 2"):
+        assert_rank_agnostic(traced(embed), lambda *own: own[:2], inputs_of, gt_world)
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("ranks", size=2)
+def test_on_ranks(gt_world):
+    """Z5: each rank runs the graph, and an artefact that was traced as rank 0."""
+
+    def inputs(rank):
+        return inputs_of(rank, 2)
+
+    graph = make_fx(embed)(*inputs(0))
+    assert len(assert_rank_agnostic(graph, embed, inputs, gt_world)) == 2
+
+    def artefact(*own):
+        return embed(*own[:2], 0)
+
+    with pytest.raises(BitwiseDifference) as error:
+        assert_rank_agnostic(artefact, by_rank, inputs, gt_world)
+    text = str(error.value)
+    assert text.startswith("the graph does not give the results of ranks 0, 1, of 2\n")
+    assert "on rank 1: aten.sub.Tensor at test_rank_agnostic.py:" in text
+    assert "its numbers: 0 in the graph, 4 on rank 1" in text

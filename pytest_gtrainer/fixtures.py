@@ -148,6 +148,19 @@ def gt_cuda_as_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
+def gt_fake_tensors(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Make every new tensor of the test a fake one, of any device; yields the ``FakeTensorMode``."""
+    from pytest_gtrainer._torch.fake_tensors import fake_tensors
+
+    # Before the mode: torch reads the numbers of a mesh.
+    for name in ("gt_module_mesh", "gt_class_mesh", "gt_mesh"):
+        if name in request.fixturenames:
+            request.getfixturevalue(name)
+    with fake_tensors() as mode:
+        yield mode
+
+
+@pytest.fixture
 def gt_deterministic(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Switch determinism on and set seeds for the test, here and on ranks; restore all afterwards.
 

@@ -154,7 +154,14 @@ REPLACED = {
     },
     # a setting, and the place that torch says may be replaced
     "_torch/process_groups.py": {"torch.distributed.c10d_logger._c10d_logger.disabled"},
-    "_torch/fake_groups.py": {"torch.distributed.distributed_c10d._world"},
+    "_torch/fake_groups.py": {
+        "torch.distributed.distributed_c10d._world",
+        # in a fake world; put back
+        "torch.distributed.distributed_c10d._new_process_group_helper",
+        "torch.distributed.distributed_c10d._get_default_timeout",
+        "torch.distributed.distributed_c10d.init_process_group",
+        "torch.distributed.init_process_group",
+    },
     "_torch/threads.py": {
         "torch.distributed.distributed_c10d._world",
         # while ranks are threads, which must not trace or compile; put back

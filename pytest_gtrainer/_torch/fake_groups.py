@@ -2,12 +2,16 @@
 
 ``distributed_c10d._world`` holds the process groups of a process, and may be replaced. torch's own
 ``ThreadLocalWorld`` has tables of its own; ``_World`` only reads tables of the module. Importing
-``FakeStore`` registers the backend "fake".
+``FakeStore`` registers the backend "fake". ``_new_process_group_helper`` makes every group.
 """
 
+import functools
+import inspect
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -21,7 +25,11 @@ with private_names():
     from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 ATTRIBUTES = {
-    "torch.distributed.distributed_c10d": ("_world",),
+    "torch.distributed.distributed_c10d": (
+        "_world",
+        "_new_process_group_helper",
+        "_get_default_timeout",
+    ),
     "torch.distributed.distributed_c10d:_World": ("pg_map", "group_count"),
     "torch.testing._internal.distributed.multi_threaded_pg:ThreadLocalWorld": ("_world",),
 }
@@ -34,6 +42,54 @@ _NAMES = itertools.count(1_000_000_000, 1_000_000)
 def new_group_names() -> int:
     """Return a number for ``fake_group_beside``, from which no other world names its groups."""
     return next(_NAMES)
+
+
+@contextmanager
+def every_group_is_fake(rank: int, size: int) -> Iterator[None]:
+    """Let groups of every backend be fake ones, in a process whose default group is fake.
+
+    A trainer names its backend: ``new_group(backend="nccl")``. Its ``init_process_group("nccl")``
+    takes the group that is up, once, if rank and size are those of the world.
+
+    Raises:
+        ValueError: inside, if a program wants to be another rank, or in a world of another size.
+    """
+    make_group, init = c10d._new_process_group_helper, dist.init_process_group
+    group_parameters, init_parameters = inspect.signature(make_group), inspect.signature(init)
+    is_taken = False
+
+    @functools.wraps(make_group)
+    def make_fake_group(*args: Any, **kwargs: Any) -> Any:
+        given = group_parameters.bind(*args, **kwargs).arguments
+        # Options and devices are those of the backend that was asked for.
+        given |= {"backend": dist.Backend("fake"), "backend_options": None, "device_id": None}
+        return make_group(**given)
+
+    @functools.wraps(init)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        nonlocal is_taken
+        given = init_parameters.bind(*args, **kwargs).arguments
+        for name, own in (("rank", rank), ("world_size", size)):
+            if given.get(name, -1) not in (-1, own):
+                raise ValueError(
+                    f"init_process_group({name}={given[name]}) in a fake world of {name}={own}: "
+                    f'make both the same, gt_world("fake", size=, rank=)'
+                )
+        if dist.is_initialized() and not is_taken:
+            is_taken = True
+            return
+        # Its own store would wait for other processes.
+        init("fake", store=FakeStore(), rank=rank, world_size=size)
+
+    # In a build without NCCL torch warns of its timeout.
+    timeout = c10d._get_default_timeout(dist.Backend("fake"))
+    patched = mock.patch.object(c10d, "_get_default_timeout", return_value=timeout)
+    with ExitStack() as stack:
+        stack.enter_context(patched)
+        stack.enter_context(mock.patch.object(c10d, "_new_process_group_helper", make_fake_group))
+        stack.enter_context(mock.patch.object(c10d, "init_process_group", init_process_group))
+        stack.enter_context(mock.patch.object(dist, "init_process_group", init_process_group))
+        yield
 
 
 @contextmanager

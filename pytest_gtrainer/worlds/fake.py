@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pytest_gtrainer._torch.fake_groups import FakeStore
+from pytest_gtrainer._torch.fake_groups import FakeStore, every_group_is_fake
 from pytest_gtrainer._torch.process_groups import forget_groups, forget_meshes, live_groups
 from pytest_gtrainer.environment import variable
 from pytest_gtrainer.worlds.simulated.net import Net, NetModel
@@ -26,6 +26,8 @@ from pytest_gtrainer.worlds.spec import World, WorldSpec
 def fake_world(spec: WorldSpec) -> Iterator[World]:
     """Play rank ``spec.rank`` of ``spec.size`` ranks; all groups are gone afterwards.
 
+    Groups of any backend, such as ``new_group(backend="nccl")``, are fake ones.
+
     Raises:
         RuntimeError: the process has a process group.
     """
@@ -35,7 +37,8 @@ def fake_world(spec: WorldSpec) -> Iterator[World]:
             "destroy it first (an earlier test left it?)"
         )
 
-    with _default_group("fake", FakeStore(), spec.rank, spec.size):
+    own = spec.rank, spec.size
+    with _default_group("fake", FakeStore(), *own), every_group_is_fake(*own):
         yield World(
             "fake",
             spec.size,

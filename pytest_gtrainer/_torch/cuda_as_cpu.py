@@ -9,12 +9,12 @@ Contract, read in torch 2.13 to 2.15:
   ``_device_constructors()`` which calls it changes.
 - Functions of ``torch.cuda`` pass no mode: they are replaced in their modules while the block lasts.
   Torch's own code gets the original, or it would start CUDA.
+- So are the functions that make process groups and meshes: NCCL becomes gloo.
 - ``_get_available_device_type`` is what torch gives libraries for the name of their device. They
   import it by name, so it is replaced before they are imported.
 """
 
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -22,6 +22,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.overrides import TorchFunctionMode
 
 from pytest_gtrainer._torch import private_names
@@ -47,6 +49,10 @@ _REFUSED = (
 )
 # Classes stay what they are, as isinstance needs them; only making one is refused.
 _REFUSED_CLASSES = ("Stream", "Event", "CUDAGraph")
+_GROUPS = (
+    *((dist, name) for name in ("init_process_group", "new_group", "init_device_mesh")),
+    (device_mesh, "init_device_mesh"),
+)
 
 
 class NoStandInError(RuntimeError):
@@ -54,9 +60,19 @@ class NoStandInError(RuntimeError):
 
 
 def _is_cuda(device: Any) -> bool:
+    # Dynamo traces this: a regular expression would end its graph.
     if isinstance(device, str):
-        return re.fullmatch(r"cuda(:\d+)?", device) is not None
+        return device == "cuda" or device.startswith("cuda:")
     return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _gets_cuda_by_default(func: Any, kwargs: dict[str, Any]) -> bool:
+    # Not a method: Dynamo 2.15 fails on the guard of a static method of a mode.
+    return (
+        _is_cuda(default_device.CURRENT_DEVICE)
+        and kwargs.get("device") is None
+        and func in default_device._device_constructors()
+    )
 
 
 class CudaAsCpu(TorchFunctionMode):
@@ -72,19 +88,11 @@ class CudaAsCpu(TorchFunctionMode):
             return args[0].to("cpu", memory_format=format_)
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], torch.device("cpu"), *args[2:])
-        if _is_cuda(kwargs.get("device")) or self._gets_cuda_by_default(func, kwargs):
+        if _is_cuda(kwargs.get("device")) or _gets_cuda_by_default(func, kwargs):
             kwargs["device"] = torch.device("cpu")
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         return func(*args, **kwargs)
-
-    @staticmethod
-    def _gets_cuda_by_default(func: Any, kwargs: dict[str, Any]) -> bool:
-        return (
-            _is_cuda(default_device.CURRENT_DEVICE)
-            and kwargs.get("device") is None
-            and func in default_device._device_constructors()
-        )
 
 
 def _torch_asks() -> bool:
@@ -115,6 +123,29 @@ def _refused(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         )
 
     return refused
+
+
+def _of_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that makes process groups or a mesh: NCCL is gloo, and CUDA the CPU."""
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if _torch_asks():
+            return original(*args, **kwargs)
+        call = signature.bind(*args, **kwargs)
+        given = call.arguments
+        if "nccl" in str(given.get("backend", "")):
+            # A further group is of the world's own backend: a fake world has fake groups.
+            given["backend"] = None if dist.is_initialized() else "gloo"
+            given.pop("pg_options", None)  # NCCL's
+        if _is_cuda(given.get("device_id")):
+            del given["device_id"]
+        if _is_cuda(given.get("device_type")):
+            given["device_type"] = "cpu"
+        return original(*call.args, **call.kwargs)
+
+    return made
 
 
 def _seeded(seed: int) -> None:
@@ -159,6 +190,8 @@ def cuda_as_cpu(devices: int = 1) -> Iterator[None]:
         for name in _REFUSED_CLASSES:
             cls = getattr(torch.cuda, name)
             _replace(stack, cls, "__new__", _refused(cls.__new__, name))
+        for owner, name in _GROUPS:
+            _replace(stack, owner, name, _of_cpu(getattr(owner, name)))
         _replace(stack, device_names, "_get_available_device_type", lambda: "cpu")
         stack.enter_context(CudaAsCpu())
         yield

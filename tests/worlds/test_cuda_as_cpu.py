@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pytest_gtrainer._torch.cuda_as_cpu import NoStandInError, cuda_as_cpu
@@ -84,6 +85,37 @@ def test_what_has_no_stand_in_is_refused_by_name(name, gt_cuda_as_cpu):
     with pytest.raises(NoStandInError, match=rf"torch.cuda.{name}: .*needs a GPU"):
         getattr(torch.cuda, name)()
     assert isinstance(torch.cuda.Stream, type)
+
+
+def test_dynamo_traces_what_goes_to_the_cpu(gt_cuda_as_cpu):
+    @torch.compile(backend="eager", fullgraph=True)
+    def step(x):
+        return (x * torch.arange(4, device="cuda")).to("cuda", torch.float64)
+
+    assert step(torch.ones(4)).tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_nccl_is_gloo_and_a_mesh_is_of_cpus(gt_cuda_as_cpu):
+    dist.init_process_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda:0")
+    )
+    try:
+        group = dist.new_group([0], backend="cpu:gloo,cuda:nccl")
+        mesh = dist.init_device_mesh("cuda", (1,))
+        total = torch.ones(2, device="cuda")
+        dist.all_reduce(total, group=group)
+        assert mesh.device_type == "cpu"
+        assert dist.get_backend() == dist.get_backend(group) == "gloo"
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.gt_world("fake", size=4)
+def test_a_further_group_is_of_the_worlds_own_backend(gt_world, gt_cuda_as_cpu):
+    """gloo's would wait for ranks that are not there."""
+    group = dist.new_group([0, 2], backend="nccl", pg_options=object())
+    assert dist.get_backend(group) == gt_world.backend == "fake"
+    assert dist.get_process_group_ranks(group) == [0, 2]
 
 
 def test_torchs_own_skip_decorators_find_enough(gt_cuda_as_cpu):

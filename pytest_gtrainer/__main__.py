@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest_gtrainer
 from pytest_gtrainer.attack import arguments as attack
 from pytest_gtrainer.over_time import arguments as over_time
+from pytest_gtrainer.start import arguments as start
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     attack.add_commands(commands)
     over_time.add_commands(commands)
+    start.add_commands(commands)
     given = parser.parse_args(arguments)
     if given.command is None:
         parser.print_help()
@@ -42,6 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from pytest_gtrainer.over_time import commands as recording
 
         return recording.run(given)
+    if given.command == "plan":
+        from pytest_gtrainer.start import plan
+
+        return plan.run(given)
     from pytest_gtrainer.doctor import report
 
     text, in_order = report(verbose=given.verbose)

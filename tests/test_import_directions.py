@@ -26,7 +26,7 @@ ROOMS = (
     {"extensions", "options"},
     {"hookspecs"},
     # ---- above imports pytest; below does not
-    {"over_time"},
+    {"over_time", "start"},
     {"attack"},
     {"compiling"},
     {"bisect"},
@@ -50,7 +50,7 @@ ROOT = Path(pytest_gtrainer.__path__[0])
 LOWER_HALF = (
     *("checks", "graph", "graphtext", "numerics", "passes", "tracing"),
     *("references", "worlds", "bisect", "compiling", "facts", "environment"),
-    *("arithmetic", "proofs", "attack", "over_time"),
+    *("arithmetic", "proofs", "attack", "over_time", "start"),
 )
 """Rooms below the line of docs/architecture.md: a trainer uses them without pytest."""
 

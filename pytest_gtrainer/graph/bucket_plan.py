@@ -18,6 +18,7 @@ PlanEntry = str | list[str]
 BucketPlan = Sequence[PlanEntry]
 
 LOSS = "loss"
+SUGGESTS = "python -m pytest_gtrainer plan MODULE:FACTORY suggests a plan"
 _DENSE_PARTS = ("attention_norm", "attention", "ffn_norm", "moe.router", "moe.shared_experts")
 _ROUTED_EXPERTS = "moe.routed_experts"
 
@@ -181,7 +182,7 @@ class Plan:
                 raise PlanError(
                     f"Parameter {names[0]!r} is shared with {others} in another bucket "
                     f"({', '.join(sorted(labels))}): FSDP2 manages a shared/tied parameter in one "
-                    f"group, so place its modules in the same bucket, {modules!r}"
+                    f"group, so place its modules in the same bucket, {modules!r}; {SUGGESTS}"
                 )
 
     def check_names(self, known: Iterable[str]) -> None:
@@ -204,7 +205,8 @@ def unknown_modules(missing: Sequence[str], known: Collection[str]) -> PlanError
     return PlanError(
         f"the bucket plan names {', '.join(map(repr, missing))}, which the model does not have"
         f"{hint}; its outermost modules are {roots}; list these, or modules inside them, as "
-        "bucket_plan; n_layers=N stands for the names of torchtitan's models"
+        "bucket_plan; n_layers=N stands for the names of torchtitan's models; "
+        f"{SUGGESTS}"
     )
 
 

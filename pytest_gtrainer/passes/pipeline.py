@@ -16,6 +16,7 @@ from pytest_gtrainer import facts
 from pytest_gtrainer._torch.graph_modules import compiled, copied_lazily
 from pytest_gtrainer._torch.passes import log_artefact
 from pytest_gtrainer.graph.bucket_plan import (
+    SUGGESTS,
     BucketPlan,
     PayloadOrder,
     get_default_transformer_block_buckets,
@@ -200,7 +201,8 @@ def _plan(
 ) -> BucketPlan:
     if (n_layers is None) is (bucket_plan is None):
         raise ValueError(
-            "give either n_layers, for the default plan of buckets, or a bucket_plan by hand"
+            "give either n_layers, for the default plan of buckets, or a bucket_plan by hand; "
+            f"{SUGGESTS}"
         )
     if bucket_plan is None:
         assert n_layers is not None

@@ -27,6 +27,7 @@ from pytest_gtrainer._torch.threads import BACKEND
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.graph.bucket_plan import (
     LOSS,
+    SUGGESTS,
     Bucket,
     BucketPlan,
     Plan,
@@ -314,7 +315,7 @@ def bucket_modules(model: nn.Module, plan: BucketPlan) -> list[tuple[str, list[n
             left_out.append(fqn)
 
     if left_out:
-        raise PlanError(f"the bucket plan leaves out {', '.join(left_out)}")
+        raise PlanError(f"the bucket plan leaves out {', '.join(left_out)}; {SUGGESTS}")
 
     def depth(bucket: Bucket) -> int:
         """Return how many modules are around the innermost one of a bucket; 0 for the root."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pytest_gtrainer import MixedPrecisionPolicy, TrainConfig, assert_parity
+from pytest_gtrainer.graph.suggest import suggest_plan
 
 pytestmark = pytest.mark.second_tier
 
@@ -43,7 +44,12 @@ MODELS = {
             ["backbone.embeddings", "backbone.norm_f", "lm_head"],
         ],
     ),
-    "modernbert": ("ModernBertConfig", "ModernBertForMaskedLM", {}, [*LAYERS, ""]),
+    "modernbert": (
+        "ModernBertConfig",
+        "ModernBertForMaskedLM",
+        {},
+        [*LAYERS, ["model.embeddings", "model.final_norm", "head", "decoder"]],
+    ),
     "olmoe": (
         "OlmoeConfig",
         "OlmoeForCausalLM",
@@ -82,7 +88,13 @@ MODELS = {
             "dropout_rate": 0.0,
             "decoder_start_token_id": 0,
         },
-        ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1", ""],
+        [
+            *("encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"),
+            [
+                *("shared", "encoder.embed_tokens", "encoder.final_layer_norm"),
+                *("decoder.embed_tokens", "decoder.final_layer_norm", "lm_head"),
+            ],
+        ],
     ),
 }
 
@@ -102,7 +114,9 @@ def batch(step, rank):
 @pytest.mark.gt_world("ranks", size=3, device="cpu")
 @pytest.mark.parametrize("name", MODELS)
 def test_parity_with_resharding(name, gt_world, gt_mesh, gt_deterministic):
-    """A13, D2: biases, tied weights, cross-attention, norms and experts; OLMoE in bf16."""
+    """A13, D2: by the plan that is suggested: biases, tied weights, cross-attention, norms and
+    experts; OLMoE in bf16.
+    """
     transformers = pytest.importorskip(
         "transformers", reason="needs the extra `transformers`: make test-transformers"
     )
@@ -113,6 +127,7 @@ def test_parity_with_resharding(name, gt_world, gt_mesh, gt_deterministic):
         config = getattr(transformers, config_name)(**{**SIZES, **changes})
         return getattr(transformers, model_name)(config)
 
+    assert suggest_plan(build()).plan == plan
     policy = (
         MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         if name == "olmoe"

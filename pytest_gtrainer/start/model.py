@@ -1,0 +1,59 @@
+"""Load the model that a command names."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class UsageError(ValueError):
+    """A command cannot do what was asked; the message says what to give instead."""
+
+
+def load_model(name: str) -> nn.Module:
+    """Return the model of ``MODULE:FACTORY``, on the meta device if it can be built there.
+
+    Raises:
+        UsageError: there is no such module or factory, it needs arguments, fails, or makes
+            something else than a module.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not module_name or not attribute:
+        raise UsageError(
+            f"{name!r} is no MODULE:FACTORY: say model:Model for the Model of model.py"
+        )
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UsageError(f"{module_name} cannot be imported from {here}: {error}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UsageError(f"{module_name} has no {attribute}")
+        found = getattr(found, part)
+    model = found if isinstance(found, nn.Module) else _build(found, name)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{name} gives a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def _build(factory: Any, name: str) -> Any:
+    if not callable(factory):
+        raise UsageError(f"{name} is a {type(factory).__name__}: name a class, function or model")
+    try:
+        with torch.device("meta"):  # names and shapes are enough, and cost no memory
+            return factory()
+    except Exception:  # code that reads values cannot run there: it says so itself, or is right
+        pass
+    try:
+        return factory()
+    except Exception as error:
+        raise UsageError(
+            f"{name}() fails, with {type(error).__name__}: {error}. Name a function without "
+            "arguments that returns the model"
+        ) from error

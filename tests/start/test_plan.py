@@ -1,0 +1,101 @@
+"""``python -m pytest_gtrainer plan``: a plan to paste, or one sentence."""
+
+import pytest
+
+from pytest_gtrainer.__main__ import main
+from pytest_gtrainer.graph.suggest import SuggestedPlan, Suggestion
+from pytest_gtrainer.start.plan import spell
+
+MODEL = """
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, layers={layers}):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+def needs(mesh):
+    return Model()
+
+def reads():
+    model = Model()
+    assert model.head.weight.sum().item() < 1e9  # not on the meta device
+    return model
+
+def shared():
+    model = Model()
+    model.layers[1].weight = model.layers[0].weight
+    return model
+
+class Holder:
+    model = Model()
+
+number = 1
+empty = nn.Tanh
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A repository with a module of a name that no other test imports."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"model_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(MODEL.format(layers=5))
+    return name
+
+
+@pytest.mark.parametrize("factory", ["Model", "reads", "Holder.model"])
+def test_what_is_printed_is_a_plan_with_its_reasons(project, capsys, factory):
+    assert main(["plan", f"{project}:{factory}"]) == 0
+    text = capsys.readouterr().out
+    assert text == (
+        "bucket_plan = [\n"
+        "    *(f\"layers.{i}\" for i in range(5)),  # 5 layers of 'layers'\n"
+        '    ["embed", "head"],                   # embed.weight is head.weight: '
+        "FSDP2 keeps a tied parameter in one group\n"
+        "]\n"
+    )
+    found = {}
+    exec(text, found)
+    assert found["bucket_plan"] == [*(f"layers.{i}" for i in range(5)), ["embed", "head"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("model", "'model' is no MODULE:FACTORY: say model:Model"),
+        (":Model", "':Model' is no MODULE:FACTORY"),
+        ("no_such_module:Model", "no_such_module cannot be imported from "),
+        ("{}:nobody", "{} has no nobody"),
+        ("{}:needs", "{}:needs() fails, with TypeError: needs() missing 1 required"),
+        ("{}:number", "{}:number is a int: name a class, function or model"),
+        ("{}:MODULE", "{} has no MODULE"),
+        ("{}:empty", "Tanh has no parameters: there is nothing to bucket"),
+        ("{}:shared", "layers.0.weight is layers.1.weight, and one of them is in a layer"),
+    ],
+)
+def test_what_has_no_plan_is_one_sentence(project, capsys, name, says):
+    assert main(["plan", name.format(project)]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith(f"plan: {says.format(project)}")
+
+
+def test_rows_of_layers_are_loops_only_where_indices_follow_each_other():
+    def layer(fqn):
+        return Suggestion((fqn,), True, "a layer of 'a'")
+
+    names = [*(f"a.{i}.b" for i in (2, 3, 4, 5)), "a.7.b", "a.8.b", *map(str, range(4)), "c", "d"]
+    suggested = SuggestedPlan(tuple(map(layer, names)), ("a note",))
+    text = spell(suggested)
+    found = {}
+    exec(text, found)
+    assert found["bucket_plan"] == suggested.plan == names
+    assert [line.partition("#")[0].strip() for line in text.splitlines()] == [
+        *("bucket_plan = [", '*(f"a.{i}.b" for i in range(2, 6)),', '"a.7.b",', '"a.8.b",'),
+        *('*(f"{i}" for i in range(4)),', '"c",', '"d",', "]", ""),
+    ]

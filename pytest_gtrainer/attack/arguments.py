@@ -62,6 +62,12 @@ def _add_fuzz_arguments(parser: argparse.ArgumentParser) -> None:
         "--gt-pass", metavar="MODULE:PASS", required=True, help="the pass, (gm, inputs) -> gm"
     )
     parser.add_argument(
+        "--gt-model",
+        metavar="MODULE:FUNCTION",
+        help="graphs are cut from this model of yours and grow from there; it returns (model, "
+        "inputs), a TrainConfig, a graph, ...",
+    )
+    parser.add_argument(
         "--minutes", type=float, default=1.0, help="how long graphs are tried (default: 1)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the first graph (default: 0)")

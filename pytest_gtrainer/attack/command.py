@@ -10,6 +10,7 @@ from pathlib import Path
 from pytest_gtrainer import graphtext
 from pytest_gtrainer.attack.extract import computed
 from pytest_gtrainer.attack.fuzz import Fuzzer
+from pytest_gtrainer.attack.models import graphs_of, load_model
 from pytest_gtrainer.attack.oracles import (
     NOT_JUDGED,
     Failure,
@@ -60,11 +61,14 @@ def _fuzz(given: argparse.Namespace) -> int:
         given.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--folder={given.folder} cannot be made: {error}") from None
+    make = None if given.gt_model is None else load_model(given.gt_model)
     text = f"# gtrainer graph v2\n# mesh: dp={given.ranks}\n" if given.ranks else ""
     begun, is_interrupted = time.monotonic(), False
     with world_of(text) as ranks:
         limited = with_limit(a_pass, given.timeout)
-        fuzzer = Fuzzer(limited, name, given.at_least, ranks, given.folder, note)
+        own = {} if make is None else graphs_of(make, f"--gt-model={given.gt_model}")
+        models = [each.gm for each in own.values()]
+        fuzzer = Fuzzer(limited, name, given.at_least, ranks, given.folder, note, models)
         try:
             fuzzer.run(given.seed, 60 * given.minutes, given.nodes, given.failures)
         except KeyboardInterrupt:

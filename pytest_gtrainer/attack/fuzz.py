@@ -3,7 +3,7 @@
 import copy
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class Fuzzer:
         ranks: of the world that is up, 0 without one.
         folder: for a pass file of each failure, reduced.
         note: is called with a line of progress.
+        models: graphs of the user's model, from which others are made; empty for none.
         tried, changed: graphs that were made, and that the pass has changed.
         refused, unknown: by their words, graphs that the pass refused or that no proof judges.
         found: the files of failures, by kind and operators: each is written once.
@@ -48,6 +49,7 @@ class Fuzzer:
     ranks: int
     folder: Path
     note: Callable[[str], None]
+    models: Sequence[fx.GraphModule] = ()
     tried: int = 0
     changed: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -78,7 +80,8 @@ class Fuzzer:
         )
 
     def _try(self, seed: int, nodes: int) -> None:
-        gm = generate(seed, nodes, self.ranks)
+        model = self.models[seed % len(self.models)] if self.models else None
+        gm = generate(seed, nodes, self.ranks, model)
         self.tried += 1
         before = fx.GraphModule(gm, copy.deepcopy(gm.graph))
         old = _shape(gm)
@@ -110,6 +113,8 @@ class Fuzzer:
             fields = {"world": f"fake {self.ranks}", "mesh": f"dp={self.ranks}"}
             text = "\n".join([*header.write(fields), header.body(text)])
         made = f"seed {seed}, {nodes} nodes, {self.ranks} ranks"
+        if self.models:
+            made += ", from a model"
         path = self._free_path(seed)
         self.found[made] = path
         # At once: a run that is interrupted while it reduces has found it all the same.

@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
-from pytest_gtrainer._torch.values import FakeTensorMode, OpOverload, pytree
+from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, OpOverload, pytree
+from pytest_gtrainer.attack.extract import computed, extract
+from pytest_gtrainer.graph.collectives import launches
+from pytest_gtrainer.graph.nodes import held, is_wait, short_name
 
 aten = torch.ops.aten
 
@@ -42,7 +45,9 @@ _MOST_ELEMENTS = 2**14
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
-def generate(seed: int, nodes: int = 60, ranks: int = 0) -> fx.GraphModule:
+def generate(
+    seed: int, nodes: int = 60, ranks: int = 0, model: fx.GraphModule | None = None
+) -> fx.GraphModule:
     """Return a graph of about as many nodes.
 
     Args:
@@ -50,8 +55,10 @@ def generate(seed: int, nodes: int = 60, ranks: int = 0) -> fx.GraphModule:
             nodes and ranks.
         nodes: how many operators are tried; some do not fit.
         ranks: with 2 or more the graph has collectives. A world of this size has to be up.
+        model: a graph of which a part is taken, half of the time with further nodes behind it. It
+            stays as it is.
     """
-    return _Maker(seed, ranks).make(nodes)
+    return _Maker(seed, ranks).make(nodes, model)
 
 
 @dataclass
@@ -69,15 +76,16 @@ class _Maker:
         self.dice = random.Random(self.seed)
         self.sizes = [self.dice.choice((2, 3, 4, 6, 8)) for _ in range(3)]
 
-    def make(self, nodes: int) -> fx.GraphModule:
-        for place in range(self.dice.randint(2, 5)):
-            shape = [self.dice.choice(self.sizes) for _ in range(self.dice.randint(1, 3))]
-            if self.dice.random() < 0.2:
-                shape[self.dice.randrange(len(shape))] = 1
-            self._input(f"x{place}", torch.float32, shape)
+    def make(self, nodes: int, model: fx.GraphModule | None) -> fx.GraphModule:
+        more = nodes
+        if model is not None:
+            self._take_part_of(model, nodes)
+            more = self.dice.choice((0, nodes // 2))
+        if not self.floats:
+            self._make_inputs()
         self.places = self._input("places", torch.int64, [self.dice.choice(self.sizes)])
         steps = self._steps()
-        for _ in range(nodes):
+        for _ in range(more):
             self.dice.choice(steps)()
         for launch in list(self.started):
             self._wait(launch)
@@ -85,12 +93,62 @@ class _Maker:
         for buffer in list(self.unwritten):
             self._write_whole(buffer)
         self._return()
+        self._forget_numbers()
+        return fx.GraphModule(nn.Module() if model is None else model, self.graph)
+
+    def _make_inputs(self) -> None:
+        for place in range(self.dice.randint(2, 5)):
+            shape = [self.dice.choice(self.sizes) for _ in range(self.dice.randint(1, 3))]
+            if self.dice.random() < 0.2:
+                shape[self.dice.randrange(len(shape))] = 1
+            self._input(f"x{place}", torch.float32, shape)
+
+    def _take_part_of(self, model: fx.GraphModule, nodes: int) -> None:
+        """Begin with so many successive nodes of a model's graph, which run on zeros."""
+        calls = computed(model)
+        begin = self.dice.randrange(max(1, len(calls) - nodes + 1))
+        part = extract(model, calls[begin : begin + nodes])
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in part.graph.nodes:
+            if node.op == "output":
+                continue
+            copies[node] = copy = self.graph.node_copy(node, copies.__getitem__)
+            if node.op == "placeholder":
+                copy.meta["val"] = pytree.tree_map_only(Tensor, _zeros_like, node.meta["val"])
+            elif node.op == "get_attr":
+                copy.meta["val"] = held(model, str(node.target))
+            else:
+                args, kwargs = pytree.tree_map(_value, (copy.args, copy.kwargs))
+                copy.meta["val"] = node.target(*args, **kwargs)
+            self._note_taken(copy)
+
+    def _note_taken(self, node: fx.Node) -> None:
+        """Note a node of a model as an operand of further ones, or as one to wait for."""
+        if launches(node.target):
+            self.started.append(node)
+            return
+        for operand in node.all_input_nodes:
+            if is_wait(node) and operand in self.started:
+                self.started.remove(operand)
+        value = node.meta["val"]
+        is_number = isinstance(value, Tensor) and value.is_floating_point() and value.numel()
+        if is_number and "empty" not in short_name(node):
+            self.floats.append(node)
+
+    def _forget_numbers(self) -> None:
+        """Replace the values of all nodes by fake ones."""
         # Operators run on small real tensors, as fake ones take ten times as long.
-        fake = FakeTensorMode().from_tensor
+        mode = FakeTensorMode()
+
+        def fake(value: Tensor) -> Tensor:
+            # ``mode.from_tensor`` makes the base of each view again, at half the time of a graph.
+            size, stride = value.shape, value.stride()
+            meta = torch.empty_strided(size, stride, dtype=value.dtype, device="meta")
+            return FakeTensor(mode, meta, value.device)
+
         for node in self.graph.nodes:
             if "val" in node.meta:
                 node.meta["val"] = pytree.tree_map_only(Tensor, fake, node.meta["val"])
-        return fx.GraphModule({}, self.graph)
 
     def _steps(self) -> Sequence[Callable[[], Any]]:
         """Return what a step may do; what stands twice is drawn twice as often."""
@@ -362,6 +420,11 @@ def _can_broadcast(node: fx.Node, other: fx.Node) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _zeros_like(value: Tensor) -> Tensor:
+    size, stride = value.shape, value.stride()
+    return torch.empty_strided(size, stride, dtype=value.dtype).zero_()
 
 
 def _value(operand: Any) -> Any:

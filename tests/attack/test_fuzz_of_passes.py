@@ -7,13 +7,17 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
-from torch import fx
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from pytest_gtrainer import graphtext, prove
 from pytest_gtrainer.__main__ import main
 from pytest_gtrainer.attack.generate import generate
+from pytest_gtrainer.attack.models import graphs_of
 from pytest_gtrainer.attack.reduce import Reduction
 from pytest_gtrainer.proofs.inputs import draw_inputs
+from pytest_gtrainer.references.config import TrainConfig
 from pytest_gtrainer.testing import run_pass_file
 
 aten = torch.ops.aten
@@ -306,4 +310,92 @@ def test_a_pass_that_does_not_end(tmp_path, capsys):
 )
 def test_arguments_that_cannot_be_used(arguments, says, tmp_path, capsys):
     assert fuzz("nothing_pass", tmp_path, *arguments) == 2
+    assert says in capsys.readouterr().err
+
+
+class Shared(nn.Module):
+    """Two fresh buffers, which merge_everything_pass makes one."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+
+    def forward(self, x):
+        one, other = torch.zeros_like(x), torch.zeros_like(x)
+        one.fill_(2)
+        other.fill_(3)
+        return self.up(x * one).tanh() + self.up(x * other).tanh()
+
+
+def shared():
+    return Shared(), torch.ones(2, 4)
+
+
+def no_inputs():
+    return Shared()
+
+
+def sharded():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return TrainConfig(
+        model=Shared,
+        step=lambda model, x: model(x).square().mean(),
+        batch=lambda step, coordinate: (torch.ones(2, 4),),
+        bucket_plan=["up"],
+        mesh=mesh,
+    )
+
+
+def test_graphs_of_a_model_run_and_are_text():
+    own = graphs_of(shared, "it")[""].gm
+    texts = set()
+    for seed in range(6):
+        gm = generate(seed, 20, model=own)
+        gm.graph.lint()
+        text = graphtext.render(gm)
+        assert graphtext.render(graphtext.parse(text)) == text
+        gm(*draw_inputs(gm, seed))
+        texts.add(text)
+    assert len(texts) == 6
+    assert "up.weight" in "".join(texts)
+
+
+def test_a_mistake_is_found_on_a_model(tmp_path, capsys):
+    arguments = "--gt-model", f"{__name__}:shared", "--failures", 1, "--nodes", 60
+    assert fuzz("merge_everything_pass", tmp_path, *arguments) == 1
+    [path] = tmp_path.glob("*.fxgraph")
+    text = path.read_text()
+    assert "from a model" in text
+    assert len([line for line in text.splitlines() if "aten." in line]) <= 6, text
+
+
+@pytest.mark.second_tier
+def test_a_mistake_is_found_on_a_sharded_model(tmp_path):
+    """Its average of gradients becomes a sum."""
+    arguments = "--gt-model", f"{__name__}:sharded", "--failures", 1, "--ranks", 2
+    assert fuzz("add_gradients_pass", tmp_path, *arguments) == 1
+    [path] = tmp_path.glob("*.fxgraph")
+    assert "reduce_scatter_tensor" in path.read_text()
+
+
+def add_gradients_pass(gm, inputs=None):
+    """Takes a sum over ranks for a mean."""
+    target = torch.ops._c10d_functional.reduce_scatter_tensor.default
+    for node in gm.graph.find_nodes(op="call_function", target=target):
+        node.args = (node.args[0], "sum", *node.args[2:])
+    gm.recompile()
+    return gm
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("nowhere:it", "--gt-model=nowhere:it: No module named 'nowhere'"),
+        (f"{__name__}:no_inputs", "it returns a model without inputs"),
+        (f"{__name__}:sharded", "no graph: ValueError"),
+    ],
+)
+def test_a_model_that_cannot_be_used(model, says, tmp_path, capsys):
+    """A sharded one needs --ranks."""
+    assert fuzz("nothing_pass", tmp_path, "--gt-model", model) == 2
     assert says in capsys.readouterr().err

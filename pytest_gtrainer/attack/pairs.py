@@ -1,0 +1,311 @@
+"""Cut two versions of a graph to the values in which they differ.
+
+A pass changes a few nodes of many. Each value gets a *number*: the same operator on operands of
+equal numbers makes values of one number, which are equal. Where both versions of a node read
+operands of different numbers, these are a *pair*. Behind a pair both versions count on as if its
+values were equal. If then all results have equal numbers, the versions are equal if each pair is.
+
+The pairs are proven together, over abstract inputs in place of all values whose number both
+versions have. Each pair is equal for any such inputs, so the values of the new version are those of
+the old one, by induction over its nodes. The converse does not hold: pairs that differ for some
+inputs may be equal for those that the graph makes, and then whole graphs have to be proven.
+
+Nodes that write or draw have to be the same in both versions, in one order. So a value of memory
+that is written to has, beside its number, an *epoch*: how often that has been written so far.
+
+Cost: linear in the nodes. Source: "SAT sweeping" of circuits, Kuehlmann and Krohm, 1997.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from pytest_gtrainer._torch.values import OpOverload, is_composite
+from pytest_gtrainer.graph.nodes import (
+    is_random,
+    is_view,
+    is_wait,
+    places_of,
+    returns_an_operand,
+    short_name,
+    written_operands,
+)
+
+Pair = tuple[fx.Node, fx.Node]
+"""A node of the new version, and one of the old version, that have to be equal."""
+
+
+class CannotCut(Exception):
+    """Nothing is known without a proof of whole graphs."""
+
+
+def cut_to_pairs(
+    after: fx.GraphModule, before: fx.GraphModule
+) -> tuple[fx.GraphModule, fx.GraphModule] | None:
+    """Return two small graphs; if these are equal, so are the versions of the graph.
+
+    Args:
+        after, before: the versions; they stay as they are.
+
+    Returns:
+        Graphs of the pairs, over the same inputs; None if there is no pair, so nothing is left to
+        prove.
+
+    Raises:
+        CannotCut: the versions differ in what they write or draw, or in more than pairs.
+    """
+    old, new = _Version(before), _Version(after)
+    if len(old.gm.graph.find_nodes(op="placeholder")) != len(
+        new.gm.graph.find_nodes(op="placeholder")
+    ):
+        raise CannotCut("the inputs are others")
+    numbers: dict[Any, int] = {}
+    for node in before.graph.nodes:
+        old.number(node, numbers)
+    known = set(numbers.values())
+    partners = _partners(after, before)
+    pairs: list[Pair] = []
+    for node in after.graph.nodes:
+        number = new.number(node, numbers)
+        if number in known:
+            continue
+        if node.op == "output" or node in new.stateful:
+            raise CannotCut(f"{node} is another one")
+        for partner in partners.get(node, ()):
+            if _may_be_pair(node, partner, new, old):
+                pairs.append((node, partner))
+                new.numbers[node] = old.numbers[partner]
+                break
+    if len(old.stateful) != len(new.stateful):
+        raise CannotCut("writes or draws are gone")
+    if not pairs:
+        return None
+    return _graphs_of(pairs, new, old)
+
+
+class _Version:
+    """One version of a graph, with the number of each node.
+
+    Attributes:
+        numbers: of nodes; of memory that is written to they say which it is, not its value.
+        stateful: nodes whose place among each other matters.
+        created: nodes that make memory which others write to. Equal ones are not one.
+        shows: nodes whose value is such memory, or a view of it.
+        epochs: by reader and operand, how often the operand's memory was written to before.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        self.numbers: dict[fx.Node, int] = {}
+        self.stateful: dict[fx.Node, int] = {}
+        self.created: dict[fx.Node, int] = {}
+        self.epochs: dict[fx.Node, dict[fx.Node, int]] = {}
+        memory: dict[fx.Node, set[fx.Node]] = {}
+        written: set[fx.Node] = set()
+        for node in gm.graph.nodes:
+            memory[node] = _memory_of(node, memory)
+            for operand in written_operands(node):
+                written |= memory[operand]
+        self.shows = {node for node in gm.graph.nodes if memory[node] & written}
+        writes: Counter[fx.Node] = Counter()
+        for node in gm.graph.nodes:
+            self.epochs[node] = {}
+            for operand in node.all_input_nodes:
+                self.epochs[node][operand] = sum(writes[each] for each in memory[operand])
+            for operand in written_operands(node):
+                writes.update(memory[operand])
+            self._classify(node, memory, written)
+
+    def _classify(
+        self, node: fx.Node, memory: Mapping[fx.Node, set[fx.Node]], written: set[fx.Node]
+    ) -> None:
+        """Say whether the place of a node among others matters."""
+        if node.op in ("placeholder", "output"):
+            return
+        # Memory that nobody has written yet is another one each time. A reshape of memory that is
+        # written to is a view, or a copy of this epoch.
+        is_fresh = "empty" in short_name(node)
+        may_copy = isinstance(node.target, OpOverload) and is_composite(node.target)
+        reads_written = any(memory[operand] & written for operand in node.all_input_nodes)
+        has_place = is_fresh or is_random(node) or bool(written_operands(node))
+        if has_place or (may_copy and reads_written):
+            self.stateful[node] = len(self.stateful)
+        elif node in written:
+            self.created[node] = len(self.created)
+
+    def number(self, node: fx.Node, numbers: dict[Any, int]) -> int:
+        """Number a node whose operands have numbers.
+
+        Raises:
+            CannotCut: nobody knows what the node does.
+        """
+        key: Any
+        if node.op == "placeholder":
+            key = "input", len(self.numbers)
+        elif node.op == "output":
+            key = "output", self._spelled(node.args, node)
+        elif isinstance(node.target, OpOverload) or node.target is operator.getitem:
+            place = self.stateful.get(node), self.created.get(node)
+            key = node.target, place, self._spelled((node.args, node.kwargs), node)
+        else:
+            raise CannotCut(f"{node} calls {node.target}")
+        self.numbers[node] = numbers.setdefault(key, len(numbers))
+        return self.numbers[node]
+
+    def value(self, operand: fx.Node, reader: fx.Node) -> tuple[int, int]:
+        """Return number and epoch of an operand, which say what a reader gets."""
+        return self.numbers[operand], self.epochs[reader][operand]
+
+    def _spelled(self, argument: Any, reader: fx.Node) -> Any:
+        """Return an argument with values in the place of nodes, as a part of a key."""
+        if isinstance(argument, fx.Node):
+            return "node", self.value(argument, reader)
+        if isinstance(argument, Mapping):
+            names = sorted(argument)
+            return tuple((name, self._spelled(argument[name], reader)) for name in names)
+        if isinstance(argument, list | tuple):
+            return tuple(self._spelled(each, reader) for each in argument)
+        # 1, 1.0 and True are equal for Python.
+        return type(argument).__name__, repr(argument)
+
+
+def _memory_of(node: fx.Node, memory: Mapping[fx.Node, set[fx.Node]]) -> set[fx.Node]:
+    """Return the nodes whose memory a value may share; itself, if it has its own."""
+    shown: Sequence[fx.Node] = ()
+    own = {node}
+    if is_view(node.target) or node.target is operator.getitem or is_wait(node):
+        shown = node.all_input_nodes
+        own = set()
+    elif returns_an_operand(node):
+        shown = written_operands(node)
+    elif isinstance(node.target, OpOverload) and is_composite(node.target):
+        shown = node.all_input_nodes  # a reshape is a view, or a copy
+    for operand in shown:
+        own |= memory[operand]
+    return own
+
+
+def _partners(after: fx.GraphModule, before: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
+    """Return, for a node of the new version, those of the old one that it may stand for.
+
+    It is read where the old one was, by a node that kept its name; or it has the same name.
+    """
+    by_name = {node.name: node for node in before.graph.nodes}
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in after.graph.nodes:
+        same = by_name.get(node.name)
+        if same is None or same.op != node.op:
+            continue
+        if len(node.all_input_nodes) == len(same.all_input_nodes):
+            for operand, was in zip(node.all_input_nodes, same.all_input_nodes, strict=True):
+                found.setdefault(operand, []).append(was)
+    for node in after.graph.nodes:
+        if node.name in by_name:
+            found.setdefault(node, []).append(by_name[node.name])
+    return found
+
+
+def _may_be_pair(node: fx.Node, partner: fx.Node, new: _Version, old: _Version) -> bool:
+    """Return whether two nodes are alike: tensors of one shape and dtype, in the same memory."""
+    if partner in old.stateful or new.created.get(node) != old.created.get(partner):
+        return False
+    # Views of memory that is written to have to be the same.
+    if (node in new.shows or partner in old.shows) and node not in new.created:
+        return False
+    value, wanted = node.meta.get("val"), partner.meta.get("val")
+    if not isinstance(value, Tensor) or not isinstance(wanted, Tensor):
+        return False
+    return value.shape == wanted.shape and value.dtype == wanted.dtype
+
+
+def _graphs_of(
+    pairs: Sequence[Pair], new: _Version, old: _Version
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return the graphs that make each side of all pairs, over the same inputs."""
+    shared = set(new.numbers.values()) & set(old.numbers.values())
+    cones = _Cone(new, shared), _Cone(old, shared)
+    for made, wanted in pairs:
+        cones[0].add(made)
+        cones[1].add(wanted)
+    # Of the old version, whose metadata no pass has touched.
+    values: dict[int, Any] = {}
+    for node, number in old.numbers.items():
+        values.setdefault(number, node.meta.get("val"))
+    inputs = {}
+    for value in sorted(cones[0].inputs | cones[1].inputs):
+        inputs[value] = values[value[0]]
+    return cones[0].graph_over(inputs), cones[1].graph_over(inputs)
+
+
+class _Cone:
+    """The nodes of a version that make its side of the pairs."""
+
+    def __init__(self, version: _Version, shared: set[int]) -> None:
+        self._version, self._shared = version, shared
+        self._kept: set[fx.Node] = set()
+        self._results: list[fx.Node] = []
+        self.inputs: set[tuple[int, int]] = set()
+
+    def add(self, result: fx.Node) -> None:
+        """Add a side of a pair, and what makes it.
+
+        Raises:
+            CannotCut: a node of it writes or draws, or shows what is written to.
+        """
+        self._results.append(result)
+        todo = [result]
+        while todo:
+            node = todo.pop()
+            if node in self._kept:
+                continue
+            self._kept.add(node)
+            for operand in node.all_input_nodes:
+                if self._is_input(operand):
+                    self.inputs.add(self._version.value(operand, node))
+                elif operand in self._version.shows or operand in self._version.stateful:
+                    raise CannotCut(f"{operand} is written to, or drawn")
+                else:
+                    todo.append(operand)
+
+    def _is_input(self, node: fx.Node) -> bool:
+        """Return whether an input stands for a value; its elements have to be abstract."""
+        value = node.meta.get("val")
+        is_abstract = isinstance(value, Tensor) and value.is_floating_point()
+        is_shared = self._version.numbers[node] in self._shared
+        return node.op == "placeholder" or (is_shared and is_abstract)
+
+    def graph_over(self, inputs: Mapping[tuple[int, int], Any]) -> fx.GraphModule:
+        """Return the graph of all added nodes, with inputs for these values."""
+        graph = fx.Graph()
+        given: dict[tuple[int, int], fx.Node] = {}
+        copies: dict[fx.Node, fx.Node] = {}
+        for (number, epoch), value in inputs.items():
+            made = graph.placeholder(f"value_{number}_{epoch}")
+            fqn = made.name
+            made.meta.update(val=_with_own_elements(value), gt_input={"kind": "input", "fqn": fqn})
+            given[number, epoch] = made
+        for node in sorted(self._kept, key=places_of(self._version.gm.graph.nodes).__getitem__):
+            operands = {}
+            for operand in node.all_input_nodes:
+                # A side of another pair, too: behind it both versions go on with one value.
+                if self._is_input(operand):
+                    operands[operand] = given[self._version.value(operand, node)]
+                else:
+                    operands[operand] = copies[operand]
+            args, kwargs = map_arg((node.args, node.kwargs), operands.__getitem__)
+            copies[node] = graph.call_function(node.target, args, kwargs)
+            copies[node].meta = dict(node.meta)
+        graph.output(tuple(copies[node] for node in self._results))
+        return fx.GraphModule({}, graph)
+
+
+def _with_own_elements(value: Tensor) -> Tensor:
+    """Return a value whose elements are all apart: one of an expanded tensor would know too much."""
+    if all(stride or size == 1 for size, stride in zip(value.shape, value.stride(), strict=True)):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")

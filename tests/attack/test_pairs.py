@@ -1,0 +1,234 @@
+"""Versions of a graph are proven by the values in which they differ, and never equal for that."""
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import fx
+
+from pytest_gtrainer import graphtext
+from pytest_gtrainer.attack import oracles
+from pytest_gtrainer.attack.generate import generate
+from pytest_gtrainer.attack.oracles import judge_graphs
+from pytest_gtrainer.attack.pairs import CannotCut, cut_to_pairs
+from pytest_gtrainer.proofs.prove import prove_at_once
+
+aten = torch.ops.aten
+
+
+def parse(*lines, results, inputs=("x",)):
+    text = ["if I:", *(f"  I.{name}: f32[2, 3]" for name in inputs), "if fwd:", "  with _:"]
+    text += [f"    {line}" for line in lines]
+    text += ["if out:", *(f"  yield {result}" for result in results)]
+    return graphtext.parse("\n".join(text) + "\n")
+
+
+def is_equal_by_pairs(after, before):
+    try:
+        cut = cut_to_pairs(after, before)
+    except CannotCut:
+        return False
+    return cut is None or prove_at_once(*cut, "reordered").is_at_least("reordered")
+
+
+def test_only_what_differs_is_proven():
+    before = parse(
+        "exp: f32[2, 3] = aten.exp(I.x)",
+        "neg: f32[2, 3] = aten.neg(exp)",
+        "tanh: f32[2, 3] = aten.tanh(neg)",
+        results=["fwd._.tanh"],
+    )
+    after = copy.deepcopy(before)
+    (neg,) = after.graph.find_nodes(op="call_function", target=aten.neg.default)
+    neg.target, neg.args = aten.mul.Scalar, (neg.args[0], -1)
+    made, wanted = cut_to_pairs(after, before)
+    for gm, target in ((made, aten.mul.Scalar), (wanted, aten.neg.default)):
+        calls = gm.graph.find_nodes(op="call_function", target=target)
+        assert [node.op for node in gm.graph.nodes] == ["placeholder", "call_function", "output"]
+        assert len(calls) == 1
+    assert prove_at_once(made, wanted, "reordered").kind == "reordered"
+
+
+def test_equal_operators_need_no_proof():
+    """Also in another order."""
+    lines = "exp: f32[2, 3] = aten.exp(I.x)", "sin: f32[2, 3] = aten.sin(I.x)"
+    results = ["fwd._.exp", "fwd._.sin"]
+    before, after = parse(*lines, results=results), parse(*lines[::-1], results=results)
+    assert cut_to_pairs(after, before) is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "others", "results"),
+    [
+        (  # two buffers, one of them written to, become one
+            (
+                "ones: f32[2, 3] = aten.ones_like(I.x)",
+                "more: f32[2, 3] = aten.ones_like(I.x)",
+                "sum: f32[2, 3] = aten.add_.Tensor(more, I.x)",
+            ),
+            (
+                "ones: f32[2, 3] = aten.ones_like(I.x)",
+                "sum: f32[2, 3] = aten.add_.Tensor(ones, I.x)",
+            ),
+            ("ones", "sum"),
+        ),
+        (  # a read moves over a write
+            (
+                "clone: f32[2, 3] = aten.clone(I.x)",
+                "exp: f32[2, 3] = aten.exp(clone)",
+                "add: f32[2, 3] = aten.add_.Tensor(clone, I.x)",
+            ),
+            (
+                "clone: f32[2, 3] = aten.clone(I.x)",
+                "add: f32[2, 3] = aten.add_.Tensor(clone, I.x)",
+                "exp: f32[2, 3] = aten.exp(clone)",
+            ),
+            ("exp", "add"),
+        ),
+        (  # two reads, one on each side of a write, become one
+            (
+                "clone: f32[2, 3] = aten.clone(I.x)",
+                "exp: f32[2, 3] = aten.exp(clone)",
+                "add: f32[2, 3] = aten.add_.Tensor(clone, I.x)",
+                "late: f32[2, 3] = aten.exp(clone)",
+            ),
+            (
+                "clone: f32[2, 3] = aten.clone(I.x)",
+                "exp: f32[2, 3] = aten.exp(clone)",
+                "add: f32[2, 3] = aten.add_.Tensor(clone, I.x)",
+                "late: f32[2, 3] = aten.alias(exp)",
+            ),
+            ("exp", "late"),
+        ),
+        (  # a copy of what is written to later becomes a view
+            (
+                "clone: f32[2, 3] = aten.clone(I.x)",
+                "kept: f32[2, 3] = aten.clone(clone)",
+                "add: f32[2, 3] = aten.add_.Tensor(clone, I.x)",
+            ),
+            (
+                "clone: f32[2, 3] = aten.clone(I.x)",
+                "kept: f32[2, 3] = aten.alias(clone)",
+                "add: f32[2, 3] = aten.add_.Tensor(clone, I.x)",
+            ),
+            ("kept", "add"),
+        ),
+        (  # a write is gone
+            ("add: f32[2, 3] = aten.add_.Tensor(I.x, I.x)",),
+            ("add: f32[2, 3] = aten.add.Tensor(I.x, I.x)",),
+            ("add",),
+        ),
+        (  # two draws become one
+            ("a: f32[2, 3] = aten.rand_like(I.x)", "b: f32[2, 3] = aten.rand_like(I.x)"),
+            ("a: f32[2, 3] = aten.rand_like(I.x)", "b: f32[2, 3] = aten.alias(a)"),
+            ("a", "b"),
+        ),
+        (  # numbers of other types are others
+            ("add: f32[2, 3] = aten.add.Scalar(I.x, 1)",),
+            ("add: f32[2, 3] = aten.add.Scalar(I.x, 2)",),
+            ("add",),
+        ),
+    ],
+)
+def test_what_is_another_function_is_not_equal(lines, others, results):
+    named = [f"fwd._.{name}" for name in results]
+    try:
+        after = parse(*others, results=named)
+    except graphtext.TextError as error:
+        pytest.fail(str(error))
+    before = parse(*lines, results=named)
+    assert not is_equal_by_pairs(after, before)
+    assert judge_graphs(after, before, "reordered", 0) is not None
+    assert is_equal_by_pairs(before, copy.deepcopy(before))
+
+
+def test_pairs_that_differ_are_left_to_a_proof_of_whole_graphs():
+    """A relu of an exponential is the exponential, which a pair alone does not know."""
+    before = parse(
+        "exp: f32[2, 3] = aten.exp(I.x)",
+        "relu: f32[2, 3] = aten.relu(exp)",
+        "neg: f32[2, 3] = aten.neg(relu)",
+        results=["fwd._.neg"],
+    )
+    after = copy.deepcopy(before)
+    (relu,) = after.graph.find_nodes(op="call_function", target=aten.relu.default)
+    relu.target = aten.abs.default
+    assert not is_equal_by_pairs(after, before)
+
+
+def test_a_node_behind_a_pair_has_to_run():
+    """A transposed operand has the right elements, and a view of it raises."""
+    before = parse(
+        "clone: f32[2, 3] = aten.clone(I.x)",
+        "view: f32[6] = aten.view(clone, [6])",
+        results=["fwd._.view"],
+    )
+    after = copy.deepcopy(before)
+    (clone,) = after.graph.find_nodes(op="call_function", target=aten.clone.default)
+    with after.graph.inserting_before(clone):
+        turned = after.graph.call_function(aten.t.default, (clone.args[0],))
+        packed = after.graph.call_function(
+            aten.clone.default, (turned,), {"memory_format": torch.contiguous_format}
+        )
+        back = after.graph.call_function(aten.t.default, (packed,))
+    for node in (turned, packed, back):
+        node.meta["val"] = torch.empty(2, 3) if node is back else torch.empty(3, 2)
+    clone.replace_all_uses_with(back)
+    after.graph.erase_node(clone)
+    assert is_equal_by_pairs(after, before), "of the values alone"
+    failure = judge_graphs(after, before, "reordered", 0)
+    assert failure.kind == "cannot run"
+
+
+def changed_at_random(gm, dice):
+    """Change one node of a copy, as a pass with a mistake might."""
+    changed = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    calls = [node for node in changed.graph.nodes if node.op == "call_function"]
+    node = dice.choice(calls)
+    kind = dice.randrange(4)
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return changed
+    alike = []
+    for each in changed.graph.nodes:
+        other = each.meta.get("val")
+        if not isinstance(other, torch.Tensor) or not each < node:
+            continue
+        if (other.shape, other.dtype) == (value.shape, value.dtype):
+            alike.append(each)
+    if kind == 0 and alike:
+        node.replace_all_uses_with(dice.choice(alike))
+    elif kind == 1:
+        dice.choice(calls).append(node)
+    elif kind == 2 and alike and isinstance(node.args[0], fx.Node):
+        node.replace_input_with(node.args[0], dice.choice(alike))
+    elif isinstance(node.args[0], fx.Node) and len(node.args) == 1:
+        node.target = dice.choice((aten.abs.default, aten.neg.default, aten.clone.default))
+    changed.recompile()
+    return changed
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("begin", [0, 100])
+def test_no_mistake_passes_for_equal(begin, monkeypatch):
+    """Whatever pairs take for equal, a proof of whole graphs does, too."""
+    fast = oracles._differ_in_equal_pairs
+    equal = found = 0
+    for seed in range(begin, begin + 40):
+        before = generate(seed, 20)
+        after = changed_at_random(before, random.Random(seed))
+        try:
+            after.graph.lint()
+        except RuntimeError:
+            continue
+        if not fast(after, before, "reordered", 0):
+            found += 1
+            continue
+        equal += 1
+        with monkeypatch.context() as slow:
+            slow.setattr(oracles, "_differ_in_equal_pairs", lambda *args: False)
+            failure = judge_graphs(after, before, "reordered", 0)
+        assert failure is None or failure.kind in oracles.NOT_JUDGED, (seed, failure)
+    assert equal > 5, "else nothing was compared"
+    assert found > 5, "else no change was a mistake"

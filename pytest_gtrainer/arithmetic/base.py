@@ -93,7 +93,7 @@ class Arithmetic(ABC):
         chosen: operators that have sorted or chosen elements.
         never_equal: operators that ask whether elements are equal: they never are by chance.
         branches: by place in the program's code, numbers that it read of what was compared.
-        exponentials: how often ``exp`` was computed as an unknown function.
+        exponentials: how often ``exp`` or ``log`` was computed as an unknown function.
         masks: exp was taken of a number that a mask of a large negative number was added to.
         lowest: such a number was compared with others.
         coarsest: the largest epsilon of a dtype that elements were rounded to.

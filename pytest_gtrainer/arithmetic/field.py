@@ -39,13 +39,15 @@ class Field(Arithmetic):
     """Numbers modulo a prime."""
 
     is_exact = True
+    joins_roots = False
 
     def __init__(self, *, casts: str, seed: int = 0, modulus: int = P) -> None:
         super().__init__(seed)
         self.prime = Prime(modulus)
         self._written: dict[int, int] = {}  # elements of numbers that the program has, and keys
         self._far = _FarBelow()
-        self._odd_roots = torch.empty(0, dtype=torch.int64)  # of what is no square
+        # Of what is no square, without signs, and what they are roots of.
+        self._odd_roots = self._radicands = torch.empty(0, dtype=torch.int64)
         if casts not in ("opaque", "identity"):
             raise ValueError(f'casts={casts!r}: take "opaque" or "identity"')
         self.rounds = casts == "opaque"
@@ -243,8 +245,7 @@ class Field(Arithmetic):
             left, right = right, left
         product = self.prime.multiply(self.lift(left), self.lift(right), _known_numbers(right))
         if isinstance(right, Value):
-            is_square = left.elements == right.elements
-            product = self._squared(product, left.elements, is_square)
+            product = self._with_sign_of_root(product, left.elements, right.elements)
         self._scale_masked(product, left, right)
         return product
 
@@ -258,6 +259,9 @@ class Field(Arithmetic):
             return NotImplemented
         left, right = list(call.named.values())[:2]
         result = self.prime.divide(self.lift(left), self.lift(right), _known_numbers(right))
+        if isinstance(left, Value) and isinstance(right, Value):
+            inverse = self.prime.inverse(right.elements)
+            result = self._with_sign_of_root(result, left.elements, inverse)
         self._scale_masked(result, left, right)
         return result
 
@@ -293,26 +297,48 @@ class Field(Arithmetic):
         if exponent < 0:
             result = self.prime.inverse(result)
         is_odd = (elements > 0) & (elements < self.prime.modulus) & ~self.prime.is_square(elements)
-        found = self._distance(result[is_odd])
-        self._odd_roots = torch.cat([self._odd_roots, found]).unique()
+        found = [self._distance(result[is_odd]), self._distance(self.prime.inverse(result[is_odd]))]
+        roots = torch.cat([self._odd_roots, *found])
+        radicands = torch.cat([self._radicands, *[self._distance(elements[is_odd])] * 2])
+        self._odd_roots, places = roots.unique(return_inverse=True)
+        self._radicands = torch.empty_like(self._odd_roots).scatter(0, places, radicands)
         return result
 
     def _distance(self, elements: Elements) -> Tensor:
         return torch.minimum(elements, self.prime.modulus - elements)
 
-    def _squared(
-        self, power: Elements, elements: Elements, where: Tensor | None = None
-    ) -> Elements:
+    def _with_sign_of_root(self, product: Elements, left: Elements, right: Elements) -> Elements:
+        """Return a product with the sign that it should have if a factor is an odd root.
+
+        That is the square of the root. With ``joins_roots`` it is also the product with what is
+        below the root, and with the inverse of that: then x * g * rsqrt(x) depends on the order.
+        """
+        if not len(self._odd_roots):
+            return product
+        sizes = [self._distance(each) for each in torch.broadcast_tensors(left, right)]
+        is_turned = (sizes[0] == sizes[1]) & torch.isin(sizes[0], self._odd_roots)
+        if not self.joins_roots:
+            return torch.where(is_turned, self.prime.negative(product), product)
+        for root, other, own in ((*sizes, right), (*sizes[::-1], left)):
+            places = torch.searchsorted(self._odd_roots, root.contiguous())
+            places = places.clamp(max=len(self._odd_roots) - 1)
+            is_root = self._odd_roots[places] == root
+            radicand = self._radicands[places]
+            inverse = self._distance(self.prime.inverse(own))
+            is_turned = is_turned | (is_root & ((radicand == other) | (radicand == inverse)))
+        return torch.where(is_turned, self.prime.negative(product), product)
+
+    def _squared(self, power: Elements, elements: Elements) -> Elements:
         """Return a power of elements with the sign that the square of a root should have."""
         if not len(self._odd_roots):
             return power
         is_odd = torch.isin(self._distance(elements), self._odd_roots)
-        if where is not None:
-            is_odd = is_odd & where
         return torch.where(is_odd, self.prime.negative(power), power)
 
     def _pow(self, call: Call) -> Any:
         base, exponent = call.args
+        if isinstance(exponent, Tensor) and exponent.numel() and exponent.unique().numel() == 1:
+            exponent = exponent.reshape(-1)[0].item()
         if not isinstance(exponent, int | float) or not isinstance(base, Value):
             return NotImplemented
         doubled = 2 * exponent
@@ -344,6 +370,7 @@ class Field(Arithmetic):
         return is_masked
 
     def _log(self, call: Call) -> Elements:
+        self.exponentials += 1
         elements = self.lift(call.args[0])
         return self._with_ends_of_log(elements, self.pointwise(call))
 
@@ -646,12 +673,13 @@ class FieldWithExponents(Field):
     exponent, and a sign for a number that is minus a power of ``ROOT``.
 
     Each exponent stands for a function as well as a number does, so results are equal if all their
-    numbers are, or all their exponents.
+    numbers are, or all their exponents. And a root times what is below it is the next power of it.
     """
 
     def __init__(self, *, casts: str, seed: int = 0) -> None:
         super().__init__(casts=casts, seed=seed)
         self._numbers = Field(casts=casts, seed=seed)
+        self._numbers.joins_roots = True
         self._exponents = Field(casts=casts, seed=seed, modulus=Q)
         self._written = self._numbers._written
         self._far = self._numbers._far
@@ -779,8 +807,12 @@ class FieldWithExponents(Field):
         left, right = [*named.values(), None][:2]
         is_scaled = call.base == "mul" or (call.base == "div" and isinstance(left, Value))
         if is_scaled and len(signs) == 1:
-            factor = torch.as_tensor(right if isinstance(left, Value) else left)
-            return signs[0] & (factor.remainder(2) == 1).long()
+            factor = torch.as_tensor(right if isinstance(left, Value) else left).double()
+            if call.base == "div":
+                return signs[0] & (factor.remainder(1) == 0).long()  # an odd root, or a square one
+            # Roots of a negative are negatives, so a half has the sign, too.
+            is_odd = [(factor * power).remainder(2) == 1 for power in (1, 2, 4, 8)]
+            return signs[0] & torch.stack(is_odd).any(0).long()
         return torch.tensor(0)
 
     def _part(self, call: Call, part: Callable[[Tensor], Tensor]) -> Call:

@@ -1,5 +1,6 @@
 """Operators made of others, where torch has no decomposition, and meanings that users give."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -187,7 +188,17 @@ def _sign(x: Tensor) -> Tensor:
     return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
 
 
+def _power_of_number(base: float, exponent: Tensor) -> Tensor:
+    if not base > 0:
+        return aten.pow.Scalar(base, exponent)
+    return (exponent * math.log(base)).exp()
+
+
 _EXACT_FORMULAS: dict[Any, Callable[..., Any]] = {
+    aten.exp2.default: lambda x: (x * math.log(2)).exp(),
+    aten.log2.default: lambda x: x.log() / math.log(2),
+    aten.log10.default: lambda x: x.log() / math.log(10),
+    aten.pow.Scalar: _power_of_number,
     aten.expm1.default: lambda x: x.exp() - 1,
     aten.log1p.default: lambda x: (1 + x).log(),
     aten.logaddexp.default: _logaddexp,

@@ -182,8 +182,9 @@ def _attempt(programs: Sequence[Program], kind: str) -> _Attempt:
     """Run two programs in each arithmetic that may find a kind of equal, until one does."""
     first: Sequence[Run] = ()
     for arithmetic in _ARITHMETICS[kind]:
-        if first and not any(run.arithmetic.exponentials for run in first):
-            break  # without exp the other field is the same
+        others = [run.arithmetic for run in first]
+        if others and not any(each.exponentials or each.roots for each in others):
+            break  # without exp, log and roots the other field is the same
         try:
             *runs, differ = _run_both(programs, arithmetic)
         except NoMeaning as error:
@@ -546,6 +547,11 @@ def _says_nothing(actual: Run, expected: Run) -> str:
     """Return why a comparison of two runs would prove nothing; "" if it would."""
     for run in (expected, actual):
         if not any(made.elements.numel() for made in run.results.values() if not made.is_known):
+            if run.arithmetic.decisions:
+                return (
+                    "abstract inputs only decide which known numbers are returned, as argmax does: "
+                    "return what is computed of them, too, such as x[x.argmax()]"
+                )
             return (
                 "no result depends on an abstract input, or all that do are empty: give inputs "
                 "with floating-point tensors that have elements, or return what is computed of them"

@@ -271,8 +271,7 @@ def _proof_of(kind: Kind, models: Models, mesh: DeviceMesh | None, dims: Sequenc
                 else:
                     favoured = None
                     todo.pop(0)
-        has_exponentials = any(made.has_exponentials for made in (*found, expected))
-        if proof.kind == kind or not has_exponentials:
+        if proof.kind == kind or not any(made.has_functions for made in (*found, expected)):
             break
     assert proof is not None
     proof = _against_numbers(proof, kind, found, expected, _Subject(models, mesh, dims))
@@ -467,7 +466,9 @@ def _join_losses(
     if mesh is None or not dims:
         return
     for made in found:
-        made.real.clear()  # a part of a loss is nothing to compare with the whole
+        # A part of a loss is nothing to compare with the whole.
+        made.real.clear()
+        made.exponents.clear()
     for ranks in groups_along(mesh, dims):
         for coordinate in found[ranks[0]].losses:
             parts = [found[rank].losses[coordinate] for rank in ranks]
@@ -524,7 +525,8 @@ def _compare(kind: Kind, found: Sequence[Made], expected: Made, mesh: DeviceMesh
         for coordinate, loss in made.losses.items():
             name = f"loss of data coordinate {coordinate}"
             different = _difference(name, rank, loss, expected.losses[coordinate])
-            if different is not None:
+            exponents = made.exponents.get(coordinate), expected.exponents.get(coordinate)
+            if different is not None and not _are_equal_exponents(*exponents):
                 return _explain(different, found, expected, mesh)
     for rank, made in enumerate(found):
         wanted = made.part_of(expected)
@@ -592,6 +594,10 @@ def _difference_in_gradients(rank: int, made: Made, wanted: Mapping[str, Tensor]
         if says:
             return Place(name, rank, says=says)
     return None
+
+
+def _are_equal_exponents(found: Tensor | None, wanted: Tensor | None) -> bool:
+    return found is not None and wanted is not None and torch.equal(found, wanted)
 
 
 def _difference(name: str, rank: int, found: Tensor, wanted: Tensor) -> Place | None:

@@ -53,6 +53,7 @@ class Made:
 
     Attributes:
         losses: by data coordinate.
+        exponents: by data coordinate; losses are equal, too, if these are.
         real: the real numbers of the losses, by data coordinate and of the inputs that gave them.
         parameters: the FQNs of all parameters that this side holds.
         gradients: whole ones, by FQN; without those of parameters that have none.
@@ -61,13 +62,14 @@ class Made:
         calls: what modules return, by data coordinate, if they are followed.
         precisions: policies of mixed precision, in words.
         chances: what may make two functions equal by chance.
-        has_exponentials: exp was a function of which nothing is known.
+        has_functions: exp, log or a root was a function of which little is known.
         arithmetic: in which this side has run, if it was noted.
         reads: how many real numbers the model and its step have asked for.
         known: names of buffers, and of modules that are not registered: their numbers stay.
     """
 
     losses: dict[int, Tensor] = field(default_factory=dict)
+    exponents: dict[int, Tensor | None] = field(default_factory=dict)
     real: dict[tuple[int, float], float] = field(default_factory=dict)
     parameters: set[str] = field(default_factory=set)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -76,7 +78,7 @@ class Made:
     calls: dict[int, Calls] = field(default_factory=dict)
     precisions: list[str] = field(default_factory=list)
     chances: Chances = field(default_factory=Chances)
-    has_exponentials: bool = False
+    has_functions: bool = False
     arithmetic: Arithmetic | None = None
     reads: int = 0
     known: list[str] = field(default_factory=list)
@@ -86,7 +88,7 @@ class Made:
         self.arithmetic = arithmetic = mode.arithmetic
         self.reads = sum(mode.reads.values())
         self.chances = Chances.of(arithmetic)
-        self.has_exponentials = bool(arithmetic.exponentials)
+        self.has_functions = bool(arithmetic.exponentials or arithmetic.roots)
 
     def results(self) -> dict[str, Tensor]:
         losses = {f"loss of data coordinate {place}": own for place, own in self.losses.items()}
@@ -136,6 +138,7 @@ class Models:
                 ):
                     loss = self.step(model, *inputs)
                 made.losses[coordinate] = elements_of(mode, loss)
+                made.exponents[coordinate] = exponents_of(mode, loss)
                 made.real[coordinate, total] = real_number(loss)
                 if follows:
                     backward(loss, scale)
@@ -171,6 +174,7 @@ class Models:
             backward(loss, elements)
         if loss is not None:
             made.losses[coordinate] = elements_of(mode, loss)
+            made.exponents[coordinate] = exponents_of(mode, loss)
             made.real[coordinate, total] = real_number(loss)
         _take_gradients(made, mode, model)
         return made
@@ -272,6 +276,19 @@ def _take_gradients(made: Made, mode: ArithmeticMode, model: nn.Module) -> None:
 
 def elements_of(mode: ArithmeticMode, tensor: Tensor) -> Tensor:
     """Return the elements of a tensor, whole if it is sharded; also those of known numbers."""
+    elements = _lifted(mode, tensor)
+    with without_modes():
+        return mode.arithmetic.compared(elements).clone()
+
+
+def exponents_of(mode: ArithmeticMode, loss: Tensor) -> Tensor | None:
+    """Return what a loss is compared by instead of its elements; None if there is nothing."""
+    elements = _lifted(mode, loss)
+    with without_modes():
+        return mode.arithmetic.compared_instead(elements)
+
+
+def _lifted(mode: ArithmeticMode, tensor: Tensor) -> Tensor:
     whole = tensor.detach()
     if isinstance(whole, DTensor):
         whole = whole.full_tensor()
@@ -279,8 +296,7 @@ def elements_of(mode: ArithmeticMode, tensor: Tensor) -> Tensor:
     whole = held(whole)
     value = mode.shadows.read(whole)
     with without_modes():
-        elements = mode.arithmetic.lift(whole if value is None else value)
-        return mode.arithmetic.compared(elements).clone()
+        return mode.arithmetic.lift(whole if value is None else value)
 
 
 def real_number(loss: Tensor) -> float:

@@ -1,6 +1,7 @@
 """Infinities, NaN, absolute values, choices and roots of abstract elements."""
 
 import importlib.util
+import math
 import sys
 
 import pytest
@@ -343,6 +344,89 @@ SQUARES = {
         lambda x, y: torch.dist(x, y) ** 2,
         lambda x, y: ((x - y) ** 2).sum(),
         lambda x, y: ((x + y) ** 2).sum(),
+    ),
+}
+
+
+SQUARES |= {
+    "times an inverse root": (
+        lambda x, y: x * x.rsqrt(),
+        lambda x, y: x.sqrt(),
+        lambda x, y: -x.sqrt(),
+    ),
+    "a root divided": (lambda x, y: x.sqrt() / x, lambda x, y: x.rsqrt(), lambda x, y: -x.rsqrt()),
+    "divided by a root": (lambda x, y: x / x.sqrt(), lambda x, y: x**0.5, lambda x, y: -(x**0.5)),
+    "an odd power": (lambda x, y: x * x.sqrt(), lambda x, y: x**1.5, lambda x, y: -(x**1.5)),
+    "an odd power below": (
+        lambda x, y: x.rsqrt() / x,
+        lambda x, y: x.rsqrt() ** 3,
+        lambda x, y: -(x.rsqrt() ** 3),
+    ),
+    "one after the other": (
+        lambda x, y: x.rsqrt() * x.rsqrt() * x.rsqrt(),
+        lambda x, y: x**-1.5,
+        lambda x, y: -(x**-1.5),
+    ),
+    "a root and its negative": (
+        lambda x, y: x.sqrt() * -x.sqrt(),
+        lambda x, y: -x,
+        lambda x, y: x * 1,
+    ),
+    "a root by another": (lambda x, y: x.sqrt() / x.rsqrt(), lambda x, y: x * 1, lambda x, y: -x),
+    "a deviation by products": (
+        lambda x, y: x.var(-1) * x.var(-1).rsqrt(),
+        lambda x, y: x.std(-1),
+        lambda x, y: x.std(-1, correction=0),
+    ),
+    "another factor first": (
+        lambda x, y: (x * y) * x.rsqrt(),
+        lambda x, y: x * (y * x.rsqrt()),
+        lambda x, y: -x * (y * x.rsqrt()),
+    ),
+    "a logarithm of a product": (
+        lambda x, y: (x * y).log(),
+        lambda x, y: x.log() + y.log(),
+        lambda x, y: x.log() - y.log(),
+    ),
+    "a logarithm of a power": (
+        lambda x, y: (x**3).log(),
+        lambda x, y: 3 * x.log(),
+        lambda x, y: 2 * x.log(),
+    ),
+    "a logarithm of a root": (
+        lambda x, y: x.sqrt().log(),
+        lambda x, y: x.log() / 2,
+        lambda x, y: x.log() / 4,
+    ),
+    "a power of a logarithm": (
+        lambda x, y: (1.5 * x.log()).exp(),
+        lambda x, y: x**1.5,
+        lambda x, y: x**2.5,
+    ),
+    "another base": (
+        lambda x, y: x.log2(),
+        lambda x, y: x.log() / math.log(2),
+        lambda x, y: x.log() / math.log(3),
+    ),
+    "ten": (
+        lambda x, y: x.log10(),
+        lambda x, y: x.log() / math.log(10),
+        lambda x, y: x.log2(),
+    ),
+    "a power of two": (
+        lambda x, y: 2.0 ** (x + y),
+        lambda x, y: x.exp2() * (y * math.log(2)).exp(),
+        lambda x, y: x.exp2() + y.exp2(),
+    ),
+    "a tensor as exponent": (
+        lambda x, y: x ** torch.tensor(2.0),
+        lambda x, y: x * x,
+        lambda x, y: x * y,
+    ),
+    "exponents of many sizes": (
+        lambda x, y: x ** torch.full((2, 4, 6), 0.5),
+        lambda x, y: x.sqrt().expand(2, 4, 6) * 1,
+        lambda x, y: x.expand(2, 4, 6) * 1,
     ),
 }
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -106,5 +107,5 @@ def _in_arithmetic(arithmetic: Arithmetic) -> Iterator[Elements]:
     mode = ArithmeticMode(arithmetic)
     if isinstance(arithmetic, Field) and has_real_ranks():
         mode.exchange = exchange_on_ranks
-    with mode:
+    with mode, torch.compiler.set_stance("force_eager"):
         yield Elements(mode)

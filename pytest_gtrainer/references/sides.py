@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from pytest_gtrainer._torch.arithmetic import is_compiled
 from pytest_gtrainer._torch.fsdp2 import precisions
 from pytest_gtrainer._torch.random_states import random_states_kept, seed_torch, without_modes
 from pytest_gtrainer._torch.values import pytree
@@ -66,6 +67,7 @@ class Made:
         arithmetic: in which this side has run, if it was noted.
         reads: how many real numbers the model and its step have asked for.
         known: names of buffers, and of modules that are not registered: their numbers stay.
+        is_compiled: a module is compiled, and has run as it was before.
     """
 
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -82,6 +84,7 @@ class Made:
     arithmetic: Arithmetic | None = None
     reads: int = 0
     known: list[str] = field(default_factory=list)
+    is_compiled: bool = False
 
     def note(self, mode: ArithmeticMode) -> None:
         """Note what may make two functions equal, or unequal, by chance."""
@@ -164,6 +167,7 @@ class Models:
         model, step = built if isinstance(built, tuple) else (built, self.step)
         self._load(made, model, self.new_reference(elements).state_dict(), mesh)
         made.precisions = precisions(model)
+        made.is_compiled = any(map(is_compiled, model.modules()))
         coordinate, _ = data_coordinate(mesh, self.data_dims)
         inputs, total = self.inputs(elements, coordinate)
         calls = made.calls[coordinate] = Calls()

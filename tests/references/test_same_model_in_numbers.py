@@ -44,6 +44,21 @@ def test_numbers_that_agree_are_no_other_function():
     assert kind_of(lambda y: y.relu() * (1 + 2**-30), torch.relu)[0] == "another function"
 
 
+def test_what_is_compiled_runs_as_it_was():
+    def compiled():
+        model = Model(torch.relu)
+        model.linear.compile(fullgraph=True)
+        return model
+
+    proof = assert_same_model(compiled, lambda: Model(torch.relu), step, batch)
+    assert proof.kind == "reordered"
+    assert "run uncompiled: record.prove() judges graphs" in str(proof)
+    inside = compare(lambda y: torch.compile(torch.sin, fullgraph=True)(y), torch.sin)
+    assert inside.kind == "reordered"
+    with pytest.raises(AnotherFunction, match="another function"):
+        compare(lambda y: torch.compile(torch.sin, fullgraph=True)(2 * y), torch.sin)
+
+
 def test_a_loss_of_logarithms_is_compared_by_its_exponents():
     def likelihood(model, x):
         return model(x).select(-1, 1).mean()

@@ -183,6 +183,13 @@ OPTIONS: tuple[Option, ...] = (
         choices=("report", "fail"),
     ),
     Option(
+        "repeat",
+        "run each test N times, and fail it with the first operator if its records differ",
+        1,
+        metavar="N",
+        parse=_COUNT,
+    ),
+    Option(
         "bisect",
         "if a bitwise comparison of a replayed graph fails, find the pass that introduced the "
         "difference",
@@ -364,7 +371,7 @@ def file_to_write(config: pytest.Config, name: str, example: str) -> Path | None
 def wants_report(config: pytest.Config) -> bool:
     """Return whether the run records graphs and digests: for a page, a summary or a comparison."""
     names = ("report", "summary", "report-against", "against")
-    return any(get(config, name) is not None for name in names)
+    return get(config, "repeat") > 1 or any(get(config, name) is not None for name in names)
 
 
 OTHER_SIDE = "GTRAINER_OTHER_SIDE"

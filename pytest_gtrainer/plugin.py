@@ -25,6 +25,7 @@ from pytest_gtrainer.report.plugin import (
     VerdictTables,
     witnessed,
 )
+from pytest_gtrainer.report.repeats import OperatorObserver, Repeats
 from pytest_gtrainer.report.revision import ChosenTests, Imports
 from pytest_gtrainer.report.terminal import ConformanceTable, SummaryPlugin
 from pytest_gtrainer.swallowed import SwallowedChecks
@@ -100,8 +101,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(VerdictTables(), "gtrainer-verdicts")
     if options.get(config, "bisect"):
         config.pluginmanager.register(BisectPlugin(), "gtrainer-bisect")
+    is_repeated = options.get(config, "repeat") > 1
+    if is_repeated:
+        config.pluginmanager.register(OperatorObserver(), "gtrainer-operators")
     if not is_rank(config):
         config.pluginmanager.register(RanksPlugin(config), "gtrainer-ranks")
+        if is_repeated:
+            # Behind the ranks: pytest asks the plugin first that was registered last.
+            config.pluginmanager.register(Repeats(config), "gtrainer-repeats")
         config.pluginmanager.register(UnusedGoldens(config, goldens), "gtrainer-unused-goldens")
         config.pluginmanager.register(SummaryPlugin(config), "gtrainer-summary")
         config.pluginmanager.register(ConformanceTable(config), "gtrainer-conformance")
@@ -165,6 +172,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    repeats = item.config.pluginmanager.getplugin("gtrainer-repeats")
+    if repeats is not None and repeats.is_between:
+        return (yield)  # this hook is called for each repetition, too
     if not options.get(item.config, "trace-log"):
         keep_trace_log_quiet()
     with facts.collecting() as sink, witnessed(item):

@@ -22,6 +22,7 @@ from pytest_gtrainer._torch.autograd import TorchDispatchMode
 from pytest_gtrainer._torch.values import OpOverload
 from pytest_gtrainer.graph.nodes import leaves_of, tensors_in, written_parameters
 from pytest_gtrainer.numerics.bits import NoBytes, copied, is_dtensor
+from pytest_gtrainer.numerics.digest import digest
 from pytest_gtrainer.numerics.operators import computes
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(pytest_gtrainer.__file__).parent), "<")
@@ -81,10 +82,38 @@ class Calls:
             self.calls.append(Call(what, _line(), copies, is_collective, numbers))
 
 
+@dataclass(slots=True)
+class DigestedCalls(Calls):
+    """Calls of which only digests are kept: operator, line, and the digest of its outputs."""
+
+    digested: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def add(
+        self,
+        what: str,
+        outputs: Any,
+        *,
+        is_collective: bool = False,
+        numbers: tuple[int | float, ...] = (),
+    ) -> None:
+        """Keep the digest of a call, unless it has no outputs with bytes."""
+        tensors = tensors_in(outputs)
+        try:
+            self.digested.append((what, _line(), digest(tensors)))
+        # No tensor at all, or one without bytes; an observed test must not fail by that.
+        except (TypeError, ValueError, RuntimeError):
+            return
+
+
 @contextmanager
-def kept_calls(*, outputs: bool = True, views: bool = False) -> Iterator[Calls]:
-    """Keep every call that this thread makes in the block: see ``Calls``."""
-    calls, thread = Calls(outputs, views), threading.get_ident()
+def kept_calls(
+    *, outputs: bool = True, views: bool = False, into: Calls | None = None
+) -> Iterator[Calls]:
+    """Keep every call that this thread makes in the block: see ``Calls``.
+
+    ``into`` is where they are kept, in a way of its own.
+    """
+    calls, thread = into or Calls(outputs, views), threading.get_ident()
 
     # Ranks on threads carry collectives out in Python, where no mode sees them.
     def received(what: str, outputs: list[Tensor]) -> None:

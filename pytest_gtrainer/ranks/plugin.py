@@ -20,6 +20,7 @@ from pytest_gtrainer.ranks.inside.session import restored_after
 from pytest_gtrainer.ranks.leases import LeaseError
 from pytest_gtrainer.ranks.merge import append_section, passes, reports_of
 from pytest_gtrainer.ranks.team import RanksError
+from pytest_gtrainer.report.repeats import IS_OBSERVED
 from pytest_gtrainer.worlds.hygiene import SEED
 from pytest_gtrainer.worlds.spec import World, WorldSpec
 
@@ -334,7 +335,8 @@ class RanksPlugin:
         next_item = None
         if following is not None:
             next_item = _item_ref(following)
-        command = wire.RunItem(_item_ref(item), next_item, item.location)
+        is_observed = item.config.stash.get(IS_OBSERVED, False)
+        command = wire.RunItem(_item_ref(item), next_item, item.location, is_observed)
         try:
             outcome = self.pool.run(spec.size, command, limit_of(item.config, spec), item.nodeid)
         except (RanksError, LeaseError) as error:
@@ -354,6 +356,8 @@ class RanksPlugin:
 
         Under xdist only the very next test is known.
         """
+        if nextitem is not None and nextitem.nodeid == item.nodeid:
+            return nextitem  # the test comes again, by --gt-repeat
         later: Iterable[pytest.Item] = ()
         if hasattr(self.config, "workerinput"):
             if nextitem is not None:

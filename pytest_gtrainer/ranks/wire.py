@@ -75,12 +75,13 @@ class ItemRef(NamedTuple):
 class RunItem(NamedTuple):
     """Run one test, whose location in the parent is ``location``.
 
-    Fixtures that it shares with ``next_item`` stay set up.
+    Fixtures that it shares with ``next_item`` stay set up. ``is_observed`` is for ``--gt-repeat``.
     """
 
     item: ItemRef
     next_item: ItemRef | None
     location: tuple[str, int | None, str]
+    is_observed: bool = False
 
 
 class CallFunction(NamedTuple):

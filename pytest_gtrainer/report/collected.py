@@ -21,6 +21,7 @@ SHOWN = (
     "memory",
     "layout",
     "comparison",
+    "calls",
     "golden_difference",
     "golden_text",
     "imported",
@@ -61,6 +62,9 @@ class Test:
 
     def add(self, report: pytest.TestReport) -> None:
         """Add the report of a phase; begin anew at a second setup, of a test that runs again."""
+        # Of a test that is repeated, the first failure stays.
+        if getattr(report, "gt_repetition", 1) > 1 and self.outcome in ("failed", "error"):
+            return
         if report.when == "setup" and any(known.when == "setup" for known in self.reports):
             self.reports, self.facts = [], []
             # One witness watches all runs of a test, and sends each graph once, in the first.

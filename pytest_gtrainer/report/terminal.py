@@ -37,6 +37,7 @@ _TOPICS = (
     ("rules", "conformance", _rule_label),
     ("idle", "idle", lambda fact: fact["what"]),
     ("skipped", "skip", lambda fact: fact["cause"]),
+    ("repeated", "repeat", lambda fact: fact["what"]),
     ("leaked", "leak", lambda fact: f"{fact['test']} changed {fact['what']}"),
     ("left", "left", lambda fact: f"{fact['what']} by {fact['test']}"),
 )

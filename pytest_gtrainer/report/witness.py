@@ -15,6 +15,7 @@ comparisons and layouts (``facts.notify``) into facts of the test's reports:
 - ``golden_text``: what a test claims for a golden, if runs are compared (``--gt-against``);
 - ``imported``: where modules came from, if runs are compared;
 - ``comparison``: a digest of every phase of every step and rank, and the first difference;
+- ``calls``: a digest of each operator, if a repeated test is observed (``--gt-repeat``);
 - ``not_shown``: what could not be recorded. A witness never makes a test fail.
 
 Only one rank records graphs. Nothing here runs without ``--gt-report`` or ``--junitxml``.

@@ -7,6 +7,7 @@ them, because the parent compares the counts of all ranks.
 
 import _thread
 import contextlib
+import copy
 import gc
 import json
 import os
@@ -46,6 +47,7 @@ from pytest_gtrainer.ranks.answers import (
 from pytest_gtrainer.ranks.inside import debugger, session
 from pytest_gtrainer.ranks.inside.messages import Counts, count_messages
 from pytest_gtrainer.ranks.inside.session import CollectedTests, CollectionDiffers, Recorder
+from pytest_gtrainer.report.repeats import IS_OBSERVED
 from pytest_gtrainer.swallowed import FailedChecks, chain_of, raised_at_the_end
 from pytest_gtrainer.worlds import hygiene
 
@@ -177,6 +179,10 @@ class Rank:
                 # If it is missing, the command that runs it says so.
                 with contextlib.suppress(CollectionDiffers):
                     following = self._tests.find(command.next_item)
+            if following is item:
+                # A test that comes again does not keep the fixtures of the function.
+                following = copy.copy(item)
+            item.config.stash[IS_OBSERVED] = command.is_observed
             # A cached property of pytest, which would read the source.
             vars(item).setdefault("location", command.location)
             # The parent may have changed its mind about what comes after the last test.

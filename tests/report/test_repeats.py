@@ -1,0 +1,121 @@
+"""``--gt-repeat``: each test several times, and the first operator if the repetitions differ."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_gtrainer.report.collected import Test as Collected
+from pytest_gtrainer.report.repeats import find_operator
+
+SUITE = Path(__file__).parent / "repeating.py"
+
+
+def run(folder, *options):
+    shutil.copy(SUITE, folder / "test_it.py")
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:hypothesispytest", "--gt-device=cpu"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run(
+        [*command, *options], cwd=folder, capture_output=True, text=True, timeout=240, env=environ
+    )
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("workers", [(), ("-n2", "--dist=loadscope")])
+def test_repetitions_that_differ_fail_with_the_first_operator(tmp_path, workers):
+    done = run(tmp_path, "--gt-repeat=3", *workers)
+    assert done.returncode == 1
+    parts = done.stdout.split("\n______")
+    for case in ("a", "b"):
+        (part,) = (part for part in parts if f" test_noise[{case}] " in part)
+        assert "repetition 2 against 1: sum: other numbers than then\n" in part
+        assert "repetition 3 against 1: sum: other numbers than then\n" in part
+        assert "first operator: aten.add.Tensor at test_it.py:28 in noise, call 3 of" in part
+        assert f"again: pytest 'test_it.py::test_noise[{case}]' --gt-repeat=3" in part
+    (part,) = (part for part in parts if " test_ranks " in part)
+    assert "reduced: other numbers than then" in part
+    assert "first operator: aten.add.Tensor at test_it.py:28 in noise" in part
+    assert ", on rank 1\n" in part
+    (part,) = (part for part in parts if " test_graph " in part)
+    assert "repetition 2 against 1: the graph before all passes: " in part
+    assert "no operator differs: the difference is rare" in part
+    assert "E   " not in part
+    # Failed repetitions, and one report about each test that differs: no other failure.
+    assert parts[-1].count("FAILED test_it.py::test_flaky - repetitions differ") == 1
+    for name in ("test_noise[a]", "test_noise[b]", "test_ranks", "test_graph"):
+        assert parts[-1].count(f"FAILED test_it.py::{name} - repetitions differ") == 1
+        assert parts[-1].count(f"FAILED test_it.py::{name} ") == 1
+    assert "test_random" not in done.stdout
+    assert "test_setups" not in done.stdout
+    counts = done.stdout.partition("repeated  ")[2].partition("\n")[0]
+    assert sorted(counts.split(", 1 ")) == [
+        "5 different (3 times)",
+        "the same (3 times)",
+        "without records, only outcomes compared (3 times)",
+    ]
+
+
+@pytest.mark.second_tier
+def test_the_report_keeps_a_repetition_that_failed_and_x_ends_at_it(tmp_path):
+    done = run(tmp_path, "--gt-repeat=2", "--gt-summary=s.md", "-k", "flaky")
+    assert done.returncode == 1
+    assert "## pytest-gtrainer: " in (tmp_path / "s.md").read_text()
+    assert ": 1 failed\n" in (tmp_path / "s.md").read_text()
+    done = run(tmp_path, "--gt-repeat=4", "-x", "-k", "flaky")
+    assert "2 of 4" in done.stdout
+    assert "1 failed, 1 passed" in done.stdout
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two"])
+def test_a_number_of_repetitions_that_is_none_ends_the_run(tmp_path, value):
+    done = run(tmp_path, f"--gt-repeat={value}")
+    assert done.returncode == 4
+    assert f"--gt-repeat={value}: expected a whole number, 1 or more" in done.stderr
+
+
+def test_a_collective_is_not_named_before_an_operator_of_another_rank():
+    rand, add = ("aten.rand", "a.py:1", "5f"), ("aten.add", "a.py:2", "77")
+    reduce = ("c10d.allreduce_.default", "a.py:3", "1")
+    ranks = {0: [rand, reduce], 1: [rand, add, reduce]}
+    other = {0: [rand, (*reduce[:2], "2")], 1: [rand, (*add[:2], "78"), (*reduce[:2], "2")]}
+    assert find_operator([ranks, ranks, other]) == (
+        "first operator: aten.add at a.py:2, call 2 of 3, on rank 1"
+    )
+    other = {0: [rand, (*reduce[:2], "2")], 1: [rand, add, (*reduce[:2], "2")]}
+    assert find_operator([ranks, other]).startswith("first operator: c10d.allreduce_.default")
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ([], "no operator was called"),
+        ([("aten.add", "a.py:2", "77")], "no operator differs"),
+    ],
+)
+def test_what_no_operator_explains_is_said(calls, said):
+    assert find_operator([{0: calls}, {0: calls}]).startswith(said)
+
+
+def test_repetitions_that_end_earlier_part_at_their_end():
+    add = ("aten.add", "a.py:2", "77")
+    for sides in ([{0: [add]}, {0: []}], [{0: []}, {0: [add]}]):
+        expected = "repetitions part at call 1: aten.add at a.py:2, or the end"
+        assert find_operator(sides) == expected
+
+
+def test_the_first_failure_of_repetitions_is_kept():
+    test = Collected("a")
+    for number, outcome in enumerate(("passed", "failed", "passed"), 1):
+        for when in ("setup", "call", "teardown"):
+            result = outcome if when == "call" else "passed"
+            report = pytest.TestReport("a", ("a", 0, "a"), {}, result, None, when)
+            report.gt_repetition = number
+            test.add(report)
+            if (number, when) == (2, "call"):
+                kept = list(test.reports)
+    assert test.outcome == "failed"
+    assert test.reports[: len(kept)] == kept

@@ -74,6 +74,7 @@ def first_module(
     mesh: DeviceMesh | None,
     *,
     is_exact: bool,
+    tied: Sequence[Sequence[str]] = (),
 ) -> str:
     """Return where the models begin to differ, in words.
 
@@ -83,18 +84,23 @@ def first_module(
         wanted: the calls of the reference, by data coordinate.
         is_exact: False: gradients of outputs have a factor. A schedule divides by the number of
             micro-batches in the end, and the mean of a part of a batch is that of fewer tokens.
+        tied: the FQNs of each parameter that several modules share.
     """
     search = _Search(found, wanted, _Joins(mesh))
-    owner = result.removeprefix("gradient of ").rpartition(".")[0]
+    parameter = result.removeprefix("gradient of ")
+    shared = next((names for names in tied if parameter in names), [parameter])
+    owners = list(dict.fromkeys(name.rpartition(".")[0] for name in shared))
     begins = search.in_forward()
     if not begins and not result.startswith("gradient of "):
         begins = "the loss: the outputs of all modules are right"
     elif not begins:
         begins = search.in_backward(is_exact)
     if not begins:
-        begins = f"{_named(owner)}, or behind it: what is compared is right"
-        if owner in search.placements:
-            begins = f"{_named(owner)} itself: its output, and the gradient of that, are right"
+        named = " or ".join(map(_named, owners))
+        share = f", which share {parameter}" if len(owners) > 1 else ""
+        begins = f"{named}{share}, or behind it: what is compared is right"
+        if all(owner in search.placements for owner in owners):
+            begins = f"{named} itself{share}: its output, and the gradient of that, are right"
     if search.unknown and "itself" not in begins:
         shown = ", ".join(map(_named, search.unknown[:_MOST_NAMES]))
         count = len(search.unknown) - _MOST_NAMES
@@ -255,14 +261,17 @@ class _Joins:
         rank = min(own)
         for name, groups in self._groups.items():
             sums: ByRank = {}
+            are_alike = True
             for group in groups:
                 parts = [own[each] for each in group if each in own]
+                are_alike = are_alike and all(torch.equal(part, parts[0]) for part in parts)
                 if parts:
                     total = parts[0]
                     for part in parts[1:]:
                         total = Prime(P).add(total, part)
                     sums |= dict.fromkeys(group, total)
-            if all(torch.equal(sums[each], whole[each]) for each in own):
+            # A sum of what is alike on all ranks is a factor.
+            if not are_alike and all(torch.equal(sums[each], whole[each]) for each in own):
                 return f": equal after a sum over {name!r}"
         factor = common_factor(own[rank], whole[rank])
         return "" if factor in (None, 1) else f", rank {rank}: {factor} times what is expected"

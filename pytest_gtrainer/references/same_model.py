@@ -423,7 +423,7 @@ def _first_module(
     calls = [next(iter(made.calls.items())) for made in found]
     wanted = [expected.calls[coordinate] for coordinate in expected.losses]
     is_exact = expected.is_scaled and not dims
-    return first_module(result, calls, wanted, mesh, is_exact=is_exact)
+    return first_module(result, calls, wanted, mesh, is_exact=is_exact, tied=expected.tied)
 
 
 def _run_sides(
@@ -651,11 +651,15 @@ def repairs_of(
         if size == 1:
             continue
         sums: dict[int, Tensor] = {}
+        are_alike = True
         for group in groups_along(mesh, [name]):
             parts = [of_ranks[rank] for rank in group]
             if len({part.shape for part in parts}) > 1:
                 return
+            are_alike = are_alike and all(torch.equal(part, parts[0]) for part in parts)
             sums |= dict.fromkeys(group, _sum_of(parts))
+        if are_alike:
+            continue  # their sum is a factor, and no reduction is missing
         count = torch.tensor(size)
         means = {rank: Prime(P).divide(total, count) for rank, total in sums.items()}
         for words, results in (("a sum", sums), ("a mean", means)):

@@ -58,6 +58,7 @@ class Made:
         real: the real numbers of the losses, by data coordinate and of the inputs that gave them.
         parameters: the FQNs of all parameters that this side holds.
         gradients: whole ones, by FQN; without those of parameters that have none.
+        tied: the FQNs of each parameter that has several.
         parts: of parameters that were sliced by hand, which part of the whole this is.
         is_scaled: gradients are multiplied by an abstract number.
         calls: what modules return, by data coordinate, if they are followed.
@@ -75,6 +76,7 @@ class Made:
     real: dict[tuple[int, float], float] = field(default_factory=dict)
     parameters: set[str] = field(default_factory=set)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    tied: list[list[str]] = field(default_factory=list)
     parts: dict[str, Part] = field(default_factory=dict)
     is_scaled: bool = True
     calls: dict[int, Calls] = field(default_factory=dict)
@@ -271,11 +273,14 @@ def backward(loss: Tensor, elements: Elements | None) -> None:
 
 def _take_gradients(made: Made, mode: ArithmeticMode, model: nn.Module) -> None:
     # Each name of a tied parameter: ranks of a pipeline may hold it by different ones.
+    names: dict[int, list[str]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         name = normalised(fqn.removeprefix("module."))
         made.parameters.add(name)
+        names.setdefault(id(parameter), []).append(name)
         if parameter.grad is not None:
             made.gradients[name] = elements_of(mode, parameter.grad)
+    made.tied = [several for several in names.values() if len(several) > 1]
 
 
 def elements_of(mode: ArithmeticMode, tensor: Tensor) -> Tensor:

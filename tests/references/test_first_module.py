@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -111,6 +112,65 @@ def test_the_first_module_in_one_process():
 
     assert origin(doubles_a_block) == "the output of blocks.0, rank 0: 2 times what is expected"
     assert origin(drops_a_gradient) == "the gradient of the output of blocks.0"
+
+
+class TiedHeads(nn.Module):
+    """Two heads that share a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.first(x) * self.second(x + 1)
+
+
+def test_the_modules_that_share_a_weight_are_all_named():
+    """Whichever of them is wrong, the weight has the first one's name."""
+
+    def doubles(factor):
+        model = TiedHeads()
+        model.first.weight.register_hook(lambda own: factor * own)
+        return model
+
+    def square(model, x):
+        return (model(x) ** 2).mean()
+
+    def proof_of(factor):
+        return assert_same_model(lambda: doubles(factor), TiedHeads, square, two_rows)
+
+    def two_rows(coordinate):
+        return (torch.randn(2, 4),)
+
+    assert proof_of(1).kind == "reordered"
+    with pytest.raises(AnotherFunction) as failure:
+        proof_of(2)
+    begins = "first or second itself, which share first.weight: its output"
+    assert failure.value.proof.origin.startswith(begins)
+
+
+def halves_gradients(mesh):
+    """Replicas that are divided twice: all have the same half."""
+    model = GatedModel()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda own: own / 2)
+    return model
+
+
+def halves_an_output(mesh):
+    model = GatedModel()
+    model.blocks[1].gate.register_forward_hook(lambda module, given, output: output / 2)
+    return model
+
+
+@pytest.mark.gt_world("simulated", size=2, mesh={"tp": 2})
+@pytest.mark.parametrize("parallel", [halves_gradients, halves_an_output])
+def test_a_factor_that_all_ranks_share_is_no_missing_sum(parallel, gt_mesh):
+    with pytest.raises(AnotherFunction) as failure:
+        assert_same_model(parallel, GatedModel, step, batch, mesh=gt_mesh, data_dims=())
+    assert "1/2 times what is expected" in str(failure.value)
+    assert "equal after a sum" not in str(failure.value)
 
 
 def test_a_wrong_loss_of_right_modules():

@@ -48,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from pytest_gtrainer.start import plan
 
         return plan.run(given)
+    if given.command == "init":
+        from pytest_gtrainer.start import init
+
+        return init.run(given)
     from pytest_gtrainer.doctor import report
 
     text, in_order = report(verbose=given.verbose)

@@ -19,6 +19,21 @@ def add_commands(commands: Any) -> None:
         help="give routed experts a bucket of their own, as expert parallelism needs it",
     )
 
+    init = commands.add_parser(
+        "init",
+        help="write a first test, a golden folder and a CI job, after asking",
+        description="Write a first test of a model, a golden folder and a CI job into this "
+        "folder, after asking. A file that exists is kept. Exit status: 0, 1 if the answer is no, "
+        "2 if there is nothing that could be tested.",
+    )
+    _add_model(init)
+    init.add_argument(
+        "--inputs",
+        metavar="PYTHON",
+        help="inputs of the model, as 'torch.randint(0, 100, (2, 16))' (default: guessed)",
+    )
+    init.add_argument("--yes", action="store_true", help="write without asking")
+
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

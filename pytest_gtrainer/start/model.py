@@ -20,6 +20,31 @@ def load_model(name: str) -> nn.Module:
         UsageError: there is no such module or factory, it needs arguments, fails, or makes
             something else than a module.
     """
+    found = _find(name)
+    if isinstance(found, nn.Module):
+        return found
+    try:
+        with torch.device("meta"):  # names and shapes are enough, and cost no memory
+            return _checked(found(), name)
+    except Exception:  # code that reads values cannot run there: it says so itself, or is right
+        return _build(found, name)
+
+
+def build_model(name: str) -> nn.Module:
+    """Return the model that the factory of ``MODULE:FACTORY`` builds, to run it.
+
+    Raises:
+        UsageError: as ``load_model``; or it is a model, and no factory that builds a new one.
+    """
+    found = _find(name)
+    if isinstance(found, nn.Module):
+        raise UsageError(
+            f"{name} is a model: name a function or class that builds a new one at each call"
+        )
+    return _build(found, name)
+
+
+def _find(name: str) -> Any:
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
         raise UsageError(
@@ -36,24 +61,23 @@ def load_model(name: str) -> nn.Module:
         if not hasattr(found, part):
             raise UsageError(f"{module_name} has no {attribute}")
         found = getattr(found, part)
-    model = found if isinstance(found, nn.Module) else _build(found, name)
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"{name} gives a {type(model).__name__}, not a torch.nn.Module")
-    return model
+    if not callable(found):
+        raise UsageError(f"{name} is a {type(found).__name__}: name a class, function or model")
+    return found
 
 
-def _build(factory: Any, name: str) -> Any:
-    if not callable(factory):
-        raise UsageError(f"{name} is a {type(factory).__name__}: name a class, function or model")
+def _build(factory: Any, name: str) -> nn.Module:
     try:
-        with torch.device("meta"):  # names and shapes are enough, and cost no memory
-            return factory()
-    except Exception:  # code that reads values cannot run there: it says so itself, or is right
-        pass
-    try:
-        return factory()
+        built = factory()
     except Exception as error:
         raise UsageError(
             f"{name}() fails, with {type(error).__name__}: {error}. Name a function without "
             "arguments that returns the model"
         ) from error
+    return _checked(built, name)
+
+
+def _checked(built: Any, name: str) -> nn.Module:
+    if not isinstance(built, nn.Module):
+        raise UsageError(f"{name}() gives a {type(built).__name__}, not a torch.nn.Module")
+    return built

@@ -39,13 +39,8 @@ empty = nn.Tanh
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
-    """A repository with a module of a name that no other test imports."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    name = f"model_{tmp_path.name}".replace("-", "_")
-    (tmp_path / f"{name}.py").write_text(MODEL.format(layers=5))
-    return name
+def project(make_project):
+    return make_project(MODEL.format(layers=5))
 
 
 @pytest.mark.parametrize("factory", ["Model", "reads", "Holder.model"])

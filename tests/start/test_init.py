@@ -1,0 +1,200 @@
+"""``python -m pytest_gtrainer init``: a first test that is green, and no file that existed is
+touched.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_gtrainer.__main__ import main
+from pytest_gtrainer.options import OPTIONS
+
+MODEL = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 5), nn.Linear(5, 8)
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x).sin()
+        return self.head(x)
+
+def model():
+    return nn.Sequential(nn.Tanh(), nn.Linear(6, 3), nn.Linear(3, 6))
+
+def image():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(2))
+
+class Two(Model):
+    def forward(self, tokens, other):
+        return super().forward(tokens) + other
+
+class Pair(Model):
+    def forward(self, tokens):
+        return tokens, super().forward(tokens)
+
+built = Model()
+"""
+FILES = ["test_gtrainer.py", "golden/README.md", ".github/workflows/gtrainer.yml"]
+
+
+@pytest.fixture
+def project(make_project):
+    return make_project(MODEL)
+
+
+def written():
+    """The files of the repository beside its model."""
+    return sorted(
+        str(path)
+        for path in Path().rglob("*")
+        if path.is_file() and path.suffix != ".pyc" and not path.name.startswith("model_")
+    )
+
+
+def run_tests(*arguments, **environ):
+    ours = ("PYTEST_", "GT_", "CI")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments, "--gt-device=cpu"],
+        env=kept | environ,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("factory", ["Model", "model"])
+def test_the_command_that_it_names_is_green_and_so_is_the_job(project, capsys, factory):
+    assert main(["init", f"{project}:{factory}", "--yes"]) == 0
+    command = re.search(r"next: +python -m pytest (.+)", capsys.readouterr().out)[1].split()
+    first = run_tests(*command)
+    assert "goldens   1 created" in first, first
+    assert "2 passed" in first
+    workflow = Path(FILES[2]).read_text()
+    job = re.search(r"- run: python -m pytest (.+)", workflow)[1].split()
+    assert {flag.partition("=")[0] for flag in job if flag.startswith("--gt")} <= {
+        option.flag for option in OPTIONS
+    }
+    again = run_tests(*job, CI="1")
+    assert "goldens   1 equal" in again, again
+    assert "2 passed" in again
+
+
+@pytest.mark.parametrize("answer", ["n", "", "no", "Yes, please"])
+def test_nothing_is_written_unless_the_answer_is_yes(project, capsys, monkeypatch, answer):
+    monkeypatch.setattr("builtins.input", lambda prompt: answer)
+    assert main(["init", f"{project}:Model"]) == 1
+    told = capsys.readouterr()
+    assert told.out == "".join(f"writes  {file}\n" for file in FILES)
+    assert told.err == "init: nothing was written; --yes writes without asking\n"
+    assert written() == []
+
+
+def test_without_anybody_to_answer_nothing_is_written(project, capsys, monkeypatch):
+    def nobody(prompt):
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", nobody)
+    assert main(["init", f"{project}:Model"]) == 1
+    assert "--yes writes without asking" in capsys.readouterr().err
+    assert written() == []
+
+
+def test_it_says_what_it_wrote_and_what_comes_next(project, capsys, monkeypatch):
+    Path("tests").mkdir()
+    Path("pyproject.toml").write_text("[project]\nname = 'a'\n")
+    monkeypatch.setattr("builtins.input", lambda prompt: "Y")
+    assert main(["init", f"{project}:Model"]) == 0
+    out = capsys.readouterr().out
+    files = ["tests/test_gtrainer.py", *FILES[1:]]
+    for file in files:
+        assert f"wrote   {file}\n" in out
+    assert "next:   python -m pytest tests/test_gtrainer.py --gt-update-goldens" in out
+    assert written() == sorted([*files, "pyproject.toml"])
+    text = Path(files[0]).read_text()
+    assert "torch.randint(0, 8, (2, 8))" in text
+    assert '["embed", "head"]' in text
+    assert '"$GTRAINER" -e .\n' in Path(FILES[2]).read_text()
+
+
+@pytest.mark.parametrize("kept", FILES)
+def test_a_file_that_exists_is_kept(project, capsys, kept):
+    Path(kept).parent.mkdir(parents=True, exist_ok=True)
+    Path(kept).write_text("mine")
+    assert main(["init", f"{project}:Model", "--yes"]) == 0
+    out = capsys.readouterr().out
+    assert f"keeps   {kept}, which exists\n" in out
+    assert f"wrote   {kept}" not in out
+    assert Path(kept).read_text() == "mine"
+    assert written() == sorted(FILES)
+    before = {file: Path(file).read_text() for file in FILES}
+    assert main(["init", f"{project}:Model", "--yes"]) == 0
+    assert "nothing to write" in capsys.readouterr().out
+    assert {file: Path(file).read_text() for file in FILES} == before
+
+
+def test_a_link_to_nowhere_is_a_file_that_exists(project):
+    Path(FILES[0]).symlink_to("elsewhere.py")
+    assert main(["init", f"{project}:Model", "--yes"]) == 0
+    assert not Path("elsewhere.py").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(project, capsys):
+    Path("golden").write_text("a file")
+    assert main(["init", f"{project}:Model", "--yes"]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("init: golden/README.md was not written: ")
+    assert "wrote   test_gtrainer.py" in told.out
+    assert "next:" not in told.out
+    assert Path("golden").read_text() == "a file"
+
+
+@pytest.mark.parametrize(
+    ("factory", "inputs"),
+    [
+        ("Model", "torch.randint(0, 8, (2, 8))"),
+        ("model", "torch.randn(2, 6)"),
+        ("image", "torch.randn(2, 3, 32, 32)"),
+    ],
+)
+def test_inputs_are_guessed_and_tried(project, factory, inputs):
+    from pytest_gtrainer.start.init import _inputs_of
+    from pytest_gtrainer.start.model import build_model
+
+    assert _inputs_of(build_model(f"{project}:{factory}"), None) == inputs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["{}:Two"], "nobody knows what this model takes: give its inputs as Python, --inputs"),
+        (["{}:Pair"], "nobody knows what this model takes"),
+        (["{}:Pair", "--inputs", "torch.randint(0, 8, (2, 8))"], "the model does not run with"),
+        (["{}:Model", "--inputs", "torch.randn(2)"], "the model does not run with --inputs='torch"),
+        (["{}:Model", "--inputs", "nonsense"], "the model does not run with --inputs='nonsense'"),
+        (["{}:built"], "{}:built is a model: name a function or class that builds a new one"),
+        (["{}:nobody"], "{} has no nobody"),
+    ],
+)
+def test_a_model_that_cannot_be_tested_is_one_sentence(project, capsys, arguments, says):
+    assert main(["init", *(each.format(project) for each in arguments), "--yes"]) == 2
+    assert capsys.readouterr().err.startswith(f"init: {says.format(project)}")
+    assert written() == []
+
+
+def test_several_inputs_are_given_with_commas(project):
+    inputs = "torch.randint(0, 8, (2, 8)), torch.randn(2, 8, 8)"
+    assert main(["init", f"{project}:Two", "--inputs", inputs, "--yes"]) == 0
+    assert f"return ({inputs},)" in Path(FILES[0]).read_text()

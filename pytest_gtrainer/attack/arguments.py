@@ -75,6 +75,11 @@ def _add_fuzz_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes", type=int, default=60, help="of a graph, about as many (default: 60)"
     )
     parser.add_argument(
+        "--functional",
+        action="store_true",
+        help="graphs in which nothing is written to, as AOTAutograd leaves them to Inductor",
+    )
+    parser.add_argument(
         "--ranks", type=int, default=0, help="2 or more: graphs with collectives of so many ranks"
     )
     parser.add_argument(

@@ -68,7 +68,9 @@ def _fuzz(given: argparse.Namespace) -> int:
         limited = with_limit(a_pass, given.timeout)
         own = {} if make is None else graphs_of(make, f"--gt-model={given.gt_model}")
         models = [each.gm for each in own.values()]
-        fuzzer = Fuzzer(limited, name, given.at_least, ranks, given.folder, note, models)
+        fuzzer = Fuzzer(
+            limited, name, given.at_least, ranks, given.folder, note, models, given.functional
+        )
         try:
             fuzzer.run(given.seed, 60 * given.minutes, given.nodes, given.failures)
         except KeyboardInterrupt:

@@ -23,6 +23,7 @@ from pytest_gtrainer.attack.queues import (
     Schedule,
     Wait,
     orders_by_luck,
+    rings_of_luck,
 )
 from pytest_gtrainer.graph.collectives import (
     group_of,
@@ -32,13 +33,23 @@ from pytest_gtrainer.graph.collectives import (
     reduction_of,
 )
 from pytest_gtrainer.graph.foreign import AnyGraph, adopt
-from pytest_gtrainer.graph.nodes import argument_of, graphs_called, is_view, node_fqn, short_name
+from pytest_gtrainer.graph.nodes import (
+    argument_of,
+    bodies_of,
+    graphs_called,
+    is_view,
+    leaves_of,
+    node_fqn,
+    short_name,
+)
 from pytest_gtrainer.graph.same_on_ranks import dtype_text, nodes_within
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
 _FUNCTIONAL = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
 _EVEN = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 """Collectives whose payloads have one size on all ranks."""
+_CALL_ONCE = ("invoke_subgraph", "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint")
+"""Higher-order operators that run their graph once, where they are called."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +145,8 @@ def assert_no_deadlock(
     facts.emit("verdict", outcome=outcome, tensors=len(schedules), what="schedule")
     if stuck:
         raise Deadlock(f"ranks wait for each other\n{stuck}")
-    lucky = tuple(orders_by_luck(schedules))
+    # A pair is a ring of two, and says it in fewer words.
+    lucky = tuple(orders_by_luck(schedules)) or tuple(rings_of_luck(schedules))
     for line in lucky:
         warnings.warn(line, OrderByLuck, stacklevel=2)
     return lucky
@@ -173,12 +185,15 @@ class _Reader:
         steps: list[Launch | Wait] = []
         for gm in graphs:
             self._started: dict[fx.Node, int] = {}
+            self._returned: dict[fx.Node, list[int | None]] = {}
             for node in gm.graph.nodes:
                 self._read(node, rank, steps)
         return steps
 
     def _read(self, node: fx.Node, rank: int, steps: list[Launch | Wait]) -> None:
-        self._refuse_hidden(node)
+        if self._communicates_inside(node):
+            self._read_body(node, rank, steps)
+            return
         own = self._declared(node, rank)
         if own is not None:
             steps += [own, Wait(len(steps))]
@@ -194,24 +209,58 @@ class _Reader:
             if not is_functional(node):
                 steps.append(Wait(len(steps) - 1))
 
-    def _refuse_hidden(self, node: fx.Node) -> None:
-        """Refuse what communicates or waits inside of a node.
+    def _communicates_inside(self, node: fx.Node) -> bool:
+        """Return whether a graph that a node calls communicates or waits.
 
         Raises:
-            ValueError: a graph that it calls, or an operator that it is given to call.
+            ValueError: an operator that it is given to call does.
         """
-        hidden = []
-        for gm in graphs_called(node.graph.owning_module, node):
-            hidden += [inner.target for inner in nodes_within(gm)]
         if isinstance(node.target, HigherOrderOperator):
-            hidden += [given for given in node.args if isinstance(given, OpOverload)]
-        for target in hidden:
-            is_own = isinstance(target, OpOverload) and schema(target).name in self._communications
-            if launches(target) or target in WAITS or is_own:
-                raise ValueError(
-                    f"{node.name} calls {target} inside, in an order that this graph does not "
-                    "show: put it into the graph that is judged"
-                )
+            for given in node.args:
+                if isinstance(given, OpOverload) and self._is_step(given):
+                    raise ValueError(
+                        f"{node.name} calls {given} inside, in an order that this graph does not "
+                        "show: put it into the graph that is judged"
+                    )
+        for gm in graphs_called(node.graph.owning_module, node):
+            if any(self._is_step(inner.target) for inner in nodes_within(gm)):
+                return True
+        return False
+
+    def _is_step(self, target: Any) -> bool:
+        is_own = isinstance(target, OpOverload) and schema(target).name in self._communications
+        return launches(target) or target in WAITS or is_own
+
+    def _read_body(self, node: fx.Node, rank: int, steps: list[Launch | Wait]) -> None:
+        """Read the graph that a node calls, once, in the node's place.
+
+        Raises:
+            ValueError: nobody knows which of its graphs runs, or how often.
+        """
+        body, *others = graphs_called(node.graph.owning_module, node)
+        is_called_once = node.op == "call_module" or short_name(node) in _CALL_ONCE
+        if others or not is_called_once:
+            raise ValueError(
+                f"{node.name} ({short_name(node)}) communicates inside, and no graph shows which "
+                "branch runs, or how often: put what runs into the graph that is judged"
+            )
+        held = bodies_of(node.graph.owning_module, node)
+        given = [each for each in leaves_of(node.args) if isinstance(each, fx.Node)]
+        given = [operand for operand in given if operand not in held]
+        inputs = body.graph.find_nodes(op="placeholder")
+        # Numbers among the operands stand before tensors; a launch is never a number.
+        for place, operand in zip(reversed(inputs), reversed(given), strict=False):
+            launch = self._known_launch(operand)
+            if launch is not None:
+                self._started[place] = launch
+        for inner in body.graph.nodes:
+            self._read(inner, rank, steps)
+        results = leaves_of(body.graph.output_node().args[0])
+        launched = []
+        for result in results:
+            is_node = isinstance(result, fx.Node)
+            launched.append(self._known_launch(result) if is_node else None)
+        self._returned[node] = launched
 
     def _launch_of(self, node: fx.Node) -> int | None:
         """Return the place of the launch that a wait of this value waits for.
@@ -219,21 +268,36 @@ class _Reader:
         Raises:
             ValueError: nobody knows it.
         """
-        made = node
+        launch = self._known_launch(node)
+        # A value that no communication makes is there at once, as an input is.
+        is_computed = not self._is_traced(node) and node.op != "placeholder"
+        if launch is None and is_computed and any(map(self._may_start, node.all_input_nodes)):
+            raise ValueError(
+                f"{node.name} is waited for, and nobody knows which communication makes it"
+            )
+        return launch
+
+    def _is_traced(self, node: fx.Node) -> bool:
+        """Return whether a value is that of another node: an item, or a view."""
+        return node.target is operator.getitem or is_view(node.target)
+
+    def _known_launch(self, node: fx.Node) -> int | None:
+        """Return the place of the launch whose result a value is; None if it is of none."""
+        made, item = node, 0
         while made not in self._started:
-            takes_item = made.target is operator.getitem
-            if not takes_item and not is_view(made.target):
-                # A value that no communication makes is there at once, as an input is.
-                if made.op != "placeholder" and any(map(self._may_start, made.all_input_nodes)):
-                    raise ValueError(
-                        f"{node.name} is waited for, and nobody knows which communication makes it"
-                    )
+            if made in self._returned:
+                return self._returned[made][item]
+            if not self._is_traced(made):
                 return None
+            if made.target is operator.getitem and isinstance(made.args[1], int):
+                item = made.args[1]
             made = made.all_input_nodes[0]
         return self._started[made]
 
     def _may_start(self, node: fx.Node) -> bool:
-        return node in self._started
+        return node in self._started or any(
+            launch is not None for launch in self._returned.get(node, ())
+        )
 
     def _declared(self, node: fx.Node, rank: int) -> Launch | None:
         if not isinstance(node.target, OpOverload):

@@ -38,6 +38,7 @@ class Fuzzer:
         folder: for a pass file of each failure, reduced.
         note: is called with a line of progress.
         models: graphs of the user's model, from which others are made; empty for none.
+        functional: nothing is written to in generated nodes.
         tried, changed: graphs that were made, and that the pass has changed.
         refused, unknown: by their words, graphs that the pass refused or that no proof judges.
         found: the files of failures, by kind and operators: each is written once.
@@ -50,6 +51,7 @@ class Fuzzer:
     folder: Path
     note: Callable[[str], None]
     models: Sequence[fx.GraphModule] = ()
+    functional: bool = False
     tried: int = 0
     changed: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -81,7 +83,7 @@ class Fuzzer:
 
     def _try(self, seed: int, nodes: int) -> None:
         model = self.models[seed % len(self.models)] if self.models else None
-        gm = generate(seed, nodes, self.ranks, model)
+        gm = generate(seed, nodes, self.ranks, model, self.functional)
         self.tried += 1
         before = fx.GraphModule(gm, copy.deepcopy(gm.graph))
         old = _shape(gm)

@@ -46,7 +46,11 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def generate(
-    seed: int, nodes: int = 60, ranks: int = 0, model: fx.GraphModule | None = None
+    seed: int,
+    nodes: int = 60,
+    ranks: int = 0,
+    model: fx.GraphModule | None = None,
+    functional: bool = False,
 ) -> fx.GraphModule:
     """Return a graph of about as many nodes.
 
@@ -57,8 +61,9 @@ def generate(
         ranks: with 2 or more the graph has collectives. A world of this size has to be up.
         model: a graph of which a part is taken, half of the time with further nodes behind it. It
             stays as it is.
+        functional: nothing is written to, as in graphs that AOTAutograd leaves to Inductor.
     """
-    return _Maker(seed, ranks).make(nodes, model)
+    return _Maker(seed, ranks, functional).make(nodes, model)
 
 
 @dataclass
@@ -67,6 +72,7 @@ class _Maker:
 
     seed: int
     ranks: int
+    functional: bool
     graph: fx.Graph = field(default_factory=fx.Graph)
     floats: list[fx.Node] = field(default_factory=list)
     started: list[fx.Node] = field(default_factory=list)
@@ -160,7 +166,6 @@ class _Maker:
             *([self._product] * 2),
             *([self._view] * 4),
             *([self._fresh] * 2),
-            *([self._write] * 2),
             self._reduce,
             self._softmax,
             self._cast,
@@ -170,6 +175,8 @@ class _Maker:
             self._look_up,
             self._spread,
         ]
+        if not self.functional:
+            steps += [self._write] * 2
         if self.ranks > 1:
             steps += [self._communicate] * 4
             steps += [self._wait_for_one] * 3
@@ -294,7 +301,9 @@ class _Maker:
 
     def _fresh(self) -> None:
         """Make buffers alike, one or two, which are written later if they are empty."""
-        made_by, node = self.dice.choice(_FRESH), self._any()
+        # An empty buffer has to be written to.
+        choices = _FRESH[1:] if self.functional else _FRESH
+        made_by, node = self.dice.choice(choices), self._any()
         for _ in range(self.dice.randint(1, 2)):
             made = self._call(made_by, node)
             if made is not None and made_by is aten.empty_like:

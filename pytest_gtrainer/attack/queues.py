@@ -8,9 +8,11 @@ the queue of all its ranks. A message runs when both ends are first. Launches th
 Source: NCCL's user guide, "Using multiple NCCL communicators concurrently" and "Group calls".
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 SEND, RECEIVE = "send", "recv"
 
@@ -276,6 +278,148 @@ def orders_by_luck(schedules: Mapping[int, Schedule]) -> Iterator[str]:
                     f"{later.operations[0]}{_at(later)}, rank {other} after it, and nobody waits "
                     "between them"
                 )
+
+
+def rings_of_luck(schedules: Mapping[int, Schedule]) -> Iterator[str]:
+    """Yield rings of launches that only luck keeps from standing still, one for each knot of them.
+
+    On each rank of a ring one launch is started before the next one of the ring. If the device runs
+    them in that order, each rank waits in its launch for the rank before. A ring of waits alone is
+    a deadlock, which ``Queues`` finds; here one order at least is left to the streams of a device.
+
+    Nodes are operations, and for each rank its waits; an edge leads to what cannot begin before.
+    Cost: linear in the steps, and in the launches that run together.
+    """
+    lucky: dict[Node, dict[Node, tuple[int, Launch, Launch]]] = {}
+    edges: dict[Node, set[Node]] = {}
+    for rank, schedule in sorted(schedules.items()):
+        _add_edges(rank, schedule, edges, lucky)
+    for knot in _knots(edges):
+        for first, others in lucky.items():
+            second = next((each for each in others if first in knot and each in knot), None)
+            if second is not None:
+                path = _shortest(edges, second, first, knot)
+                yield _spell_ring([first, *path], edges, lucky)
+                break
+
+
+Node = tuple[Any, ...]
+"""An operation that all its ranks name alike, or a wait of a rank."""
+
+
+def _add_edges(
+    rank: int,
+    schedule: Schedule,
+    edges: dict[Node, set[Node]],
+    lucky: dict[Node, dict[Node, tuple[int, Launch, Launch]]],
+) -> None:
+    """Add what a rank runs before what."""
+    counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    nodes: dict[int, list[Node]] = {}
+    running: dict[int, Launch] = {}
+    latest: dict[str, list[Node]] = {}
+    waited: Node | None = None
+    for place, step in enumerate(schedule):
+        if isinstance(step, Wait):
+            point: Node = ("wait", rank, place)
+            before = [*nodes[step.launch], *([waited] if waited else [])]
+            for each in before:
+                edges.setdefault(each, set()).add(point)
+            waited = point
+            running.pop(step.launch, None)
+            continue
+        own = []
+        for operation in step.operations:
+            which = step.queue, operation.ranks
+            own.append((*which, counts[which]))
+            counts[which] += 1
+        earlier = latest.get(step.queue, []) + ([waited] if waited else [])
+        for each in earlier:
+            edges.setdefault(each, set()).update(own)
+        for other, launch in running.items():
+            if launch.queue == step.queue:
+                continue
+            for each in nodes[other]:
+                edges.setdefault(each, set()).update(own)
+                for made in own:
+                    lucky.setdefault(each, {}).setdefault(made, (rank, launch, step))
+        latest[step.queue], nodes[place], running[place] = list(own), list(own), step
+
+
+def _knots(edges: Mapping[Node, set[Node]]) -> list[set[Node]]:
+    """Return the sets of nodes that all lead to each other, by Kosaraju's algorithm."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    for start in edges:
+        if start not in seen:
+            order += _behind(edges, start, seen)
+    back: dict[Node, set[Node]] = {}
+    for node, others in edges.items():
+        for other in others:
+            back.setdefault(other, set()).add(node)
+    knots, seen = [], set()
+    for node in reversed(order):
+        if node in seen:
+            continue
+        knot = set(_behind(back, node, seen))
+        if len(knot) > 1:
+            knots.append(knot)
+    return knots
+
+
+def _behind(edges: Mapping[Node, set[Node]], start: Node, seen: set[Node]) -> list[Node]:
+    """Return what can be reached from a node and is not in ``seen``, each behind what it leads to."""
+    found: list[Node] = []
+    seen.add(start)
+    stack = [(start, iter(edges.get(start, ())))]
+    while stack:
+        node, others = stack[-1]
+        other = next((each for each in others if each not in seen), None)
+        if other is None:
+            found.append(node)
+            stack.pop()
+            continue
+        seen.add(other)
+        stack.append((other, iter(edges.get(other, ()))))
+    return found
+
+
+def _shortest(
+    edges: Mapping[Node, set[Node]], start: Node, end: Node, within: set[Node]
+) -> list[Node]:
+    """Return a shortest path between two nodes of a knot, with both."""
+    came: dict[Node, Node | None] = {start: None}
+    queue = deque([start])
+    while end not in came:
+        node = queue.popleft()
+        for other in sorted(edges.get(node, ()), key=str):
+            if other in within and other not in came:
+                came[other] = node
+                queue.append(other)
+    path: list[Node] = []
+    at: Node | None = end
+    while at is not None:
+        path.append(at)
+        at = came[at]
+    return path[::-1]
+
+
+def _spell_ring(
+    ring: Sequence[Node],
+    edges: Mapping[Node, set[Node]],
+    lucky: Mapping[Node, Mapping[Node, tuple[int, Launch, Launch]]],
+) -> str:
+    """Return a ring in words: on which rank what starts before what."""
+    parts = []
+    for first, second in pairwise(ring):
+        if second not in lucky.get(first, {}):
+            continue  # a wait, or one queue: this order is sure
+        rank, earlier, later = lucky[first][second]
+        parts.append(
+            f"rank {rank} starts {earlier.operations[0]}{_at(earlier)} before "
+            f"{later.operations[0]}{_at(later)}"
+        )
+    return f"{', '.join(parts)}: a ring, and nobody waits between them"
 
 
 Number = tuple[str, tuple[int, ...], int]

@@ -28,6 +28,7 @@ from pytest_gtrainer.attack.queues import (
     Queues,
     Wait,
     orders_by_luck,
+    rings_of_luck,
 )
 
 functional = torch.ops._c10d_functional
@@ -75,6 +76,7 @@ def right_programs(draw):
 def test_one_order_never_stands_still(schedules):
     assert Queues(schedules).run() == ""
     assert list(orders_by_luck(schedules)) == []
+    assert list(rings_of_luck(schedules)) == []
 
 
 @hypothesis.given(right_programs(), st.data())
@@ -418,16 +420,159 @@ def test_more_bad_input(graphs, options, says):
         assert_no_deadlock(graphs, **options)
 
 
-def test_what_communicates_inside_of_a_node_is_refused():
-    """It would be left out, and what is left would be called right."""
+class Called(torch.nn.Module):
+    def __init__(self, *inner):
+        super().__init__()
+        for number, graph in enumerate(inner):
+            self.add_module(f"inner{number}", graph)
 
-    class Called(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = stage(("all_reduce", "sum"))
 
+def calling(inner, *before, target=None):
+    """A graph that calls another one: as a module, or by a higher-order operator."""
     graph = fx.Graph()
     x = graph.placeholder("x")
-    graph.output((graph.call_module("inner", (x,)),))
-    with pytest.raises(ValueError, match="inside, in an order that this graph does not show"):
-        assert_no_deadlock({0: fx.GraphModule(Called(), graph)}, groups=GROUPS)
+    x.meta["val"] = torch.empty(4)
+    if target is None:
+        made = graph.call_module("inner0", (x,))
+    else:
+        made = graph.call_function(target, (graph.get_attr("inner0"), *before, x))
+    graph.output((made,))
+    return fx.GraphModule(Called(inner), graph)
+
+
+@pytest.mark.parametrize(
+    ("target", "before"),
+    [
+        (None, ()),
+        (torch.ops.higher_order.invoke_subgraph, ("name",)),
+        (torch.ops.higher_order.tag_activation_checkpoint, ()),
+    ],
+)
+def test_what_communicates_inside_of_a_node_is_read_where_it_is_called(target, before):
+    first, second = ("irecv", 1, 0), ("isend", 1, 0)
+    wrong = calling(stage(first, second), *before, target=target)
+    right = calling(stage(second, first), *before, target=target)
+    other = stage(("irecv", 0, 0), ("isend", 0, 0))
+    assert assert_no_deadlock({0: right, 1: other}, groups=GROUPS) == ()
+    with pytest.raises(Deadlock, match="rank 0 waits in recv from 1"):
+        assert_no_deadlock({0: wrong, 1: other}, groups=GROUPS)
+
+
+def started_inside(waits):
+    """A graph that returns a collective that it has started, and its caller, which may wait."""
+    inner = fx.Graph()
+    x = inner.placeholder("x")
+    launch = inner.call_function(functional.all_reduce.default, (x, "sum", "pp"))
+    inner.output((x, launch))
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    made = graph.call_module("inner0", (x,))
+    item = graph.call_function(operator.getitem, (made, 1))
+    later = graph.call_function(functional.all_reduce.default, (x, "avg", "cp"))
+    if waits:
+        with graph.inserting_before(later):
+            graph.call_function(functional.wait_tensor.default, (item,))
+    graph.call_function(functional.wait_tensor.default, (later,))
+    graph.output((x,))
+    return fx.GraphModule(Called(fx.GraphModule({}, inner)), graph)
+
+
+def test_what_is_started_inside_is_waited_for_outside():
+    groups = {"pp": [[0, 1]], "cp": [[0, 1]]}
+    other = fx.Graph()
+    x = other.placeholder("x")
+    for reduction, group in (("avg", "cp"), ("sum", "pp")):
+        made = other.call_function(functional.all_reduce.default, (x, reduction, group))
+        other.call_function(functional.wait_tensor.default, (made,))
+    other.output((x,))
+    other = fx.GraphModule({}, other)
+    with pytest.raises(Deadlock, match="ranks wait for each other"):
+        assert_no_deadlock({0: started_inside(True), 1: other}, groups=groups)
+    with pytest.warns(OrderByLuck, match="nobody waits between them"):
+        assert_no_deadlock({0: started_inside(False), 1: other}, groups=groups)
+
+
+def test_what_may_run_inside_of_a_node_is_refused():
+    """Which branch runs no graph shows."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    bodies = [graph.get_attr("inner0"), graph.get_attr("inner1")]
+    made = graph.call_function(torch.ops.higher_order.cond, (x, *bodies, (x,)))
+    graph.output((made,))
+    inner = stage(("all_reduce", "sum"))
+    gm = fx.GraphModule(Called(inner, inner), graph)
+    with pytest.raises(ValueError, match="no graph shows which branch runs, or how often"):
+        assert_no_deadlock({0: gm, 1: gm}, groups=GROUPS)
+
+
+def ring_of(ranks, waits=()):
+    """Each rank starts its group with the next rank, and the one with the rank before behind it."""
+    schedules = {}
+    for rank in range(ranks):
+        after, before = (rank, (rank + 1) % ranks), ((rank - 1) % ranks, rank)
+        steps = []
+        for members in (after, before):
+            operation = Operation("all_gather", tuple(sorted(members)))
+            steps.append(Launch((operation,), f"group {sorted(members)}", f"node{rank}"))
+            if rank in waits:
+                steps.append(Wait(len(steps) - 1))
+        if rank not in waits:
+            steps += [Wait(0), Wait(1)]
+        schedules[rank] = steps
+    return schedules
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 7])
+def test_a_ring_that_luck_keeps(ranks):
+    """No two ranks differ in the order of anything that both of them start."""
+    schedules = ring_of(ranks)
+    assert Queues(schedules).run() == ""
+    assert list(orders_by_luck(schedules)) == []
+    [line] = rings_of_luck(schedules)
+    assert line.endswith(": a ring, and nobody waits between them")
+    for rank in range(ranks):
+        assert f"rank {rank} starts all_gather of" in line
+    assert "(node0) before all_gather" in line
+
+
+def test_a_rank_that_waits_is_a_part_of_a_ring():
+    """One of three; if all wait it is a deadlock, and if the last rank turns round nothing."""
+    [line] = rings_of_luck(ring_of(3, waits=(1,)))
+    assert "rank 1" not in line
+    assert "rank 0 starts" in line
+    assert "waits in" in Queues(ring_of(3, waits=(0, 1, 2))).run()
+    turned = ring_of(3)
+    turned[2] = [turned[2][1], turned[2][0], Wait(0), Wait(1)]
+    assert list(rings_of_luck(turned)) == []
+
+
+def test_a_ring_of_messages_is_a_warning_and_a_batch_is_none():
+    """Each rank sends to the next one before it receives from the one before."""
+
+    def exchange(rank, batched):
+        to, source = (rank + 1) % 3, (rank - 1) % 3
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.empty(4)
+        if batched:
+            arguments = ["isend", "irecv"], [to, source], [0, 0], [x, x], "cp"
+            made = graph.call_function(functional.batch_p2p_ops.default, arguments)
+            started = [graph.call_function(operator.getitem, (made, at)) for at in range(2)]
+        else:
+            started = [
+                graph.call_function(functional.isend.default, (x, to, 0, "cp")),
+                graph.call_function(functional.irecv.default, (x, source, 0, "cp")),
+            ]
+        waited = [graph.call_function(functional.wait_tensor.default, (one,)) for one in started]
+        graph.output(tuple(waited))
+        return fx.GraphModule({}, graph)
+
+    groups = {"cp": [[0, 1, 2]]}
+    with pytest.warns(OrderByLuck, match="a ring, and nobody waits between them"):
+        [line] = assert_no_deadlock(
+            {rank: exchange(rank, False) for rank in range(3)}, groups=groups
+        )
+    assert "rank 0 starts send to 1 (isend_default) before recv from 2 (irecv_default)" in line
+    assert (
+        assert_no_deadlock({rank: exchange(rank, True) for rank in range(3)}, groups=groups) == ()
+    )

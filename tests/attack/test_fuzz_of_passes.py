@@ -16,6 +16,7 @@ from pytest_gtrainer.__main__ import main
 from pytest_gtrainer.attack.generate import generate
 from pytest_gtrainer.attack.models import graphs_of
 from pytest_gtrainer.attack.reduce import Reduction
+from pytest_gtrainer.graph.nodes import mutates
 from pytest_gtrainer.proofs.inputs import draw_inputs
 from pytest_gtrainer.references.config import TrainConfig
 from pytest_gtrainer.testing import run_pass_file
@@ -164,6 +165,14 @@ def test_a_generated_graph_is_itself(seed):
 def test_a_seed_makes_the_same_graph():
     texts = [graphtext.render(generate(seed, 40)) for seed in (3, 3, 4)]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_functional_graphs_write_nothing():
+    for seed in range(8):
+        gm = generate(seed, functional=True)
+        written = [node for node in gm.graph.nodes if mutates(node)]
+        assert not written
+        assert not gm.graph.find_nodes(op="call_function", target=aten.empty_like.default)
 
 
 def test_graphs_have_every_kind_of_operator():

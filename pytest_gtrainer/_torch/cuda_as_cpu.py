@@ -8,7 +8,7 @@ Contract, read in torch 2.13 to 2.15:
   last, unless a call names one. ``CURRENT_DEVICE`` says that it is entered,
   ``_device_constructors()`` which calls it changes.
 - Functions of ``torch.cuda`` pass no mode: they are replaced in their modules while the block lasts.
-  Torch's own code gets the original, or it would start CUDA.
+  Torch's own code, and ours, gets the original, or it would start CUDA.
 - So are the functions that make process groups and meshes: NCCL becomes gloo.
 - ``_get_available_device_type`` is what torch gives libraries for the name of their device. They
   import it by name, so it is replaced before they are imported.
@@ -39,6 +39,7 @@ ATTRIBUTES = {
 
 # Decorators of torch's own harness ask in the name of a test whether there are enough GPUs.
 _ASKS_FOR_TESTS = "torch.testing._internal.common_distributed"
+_HEAR_THE_TRUTH = ("torch", "pytest_gtrainer")
 _NOTHING = ("synchronize", "empty_cache", "ipc_collect", "init", "set_device")
 _REFUSED = (
     *("stream", "set_stream", "current_stream", "default_stream"),
@@ -95,19 +96,19 @@ class CudaAsCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _torch_asks() -> bool:
-    """Return whether torch itself calls the function that calls this one."""
+def _needs_the_truth() -> bool:
+    """Return whether torch, or this package, calls the function that calls this one."""
     frame = inspect.currentframe()
     for _ in range(2):
         frame = frame.f_back if frame else None
     caller = frame.f_globals.get("__name__", "") if frame else ""
-    return caller != _ASKS_FOR_TESTS and (caller == "torch" or caller.startswith("torch."))
+    return caller != _ASKS_FOR_TESTS and caller.partition(".")[0] in _HEAR_THE_TRUTH
 
 
 def _answered(original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def answered(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs) if _torch_asks() else answer(*args, **kwargs)
+        return original(*args, **kwargs) if _needs_the_truth() else answer(*args, **kwargs)
 
     return answered
 
@@ -115,7 +116,7 @@ def _answered(original: Callable[..., Any], answer: Callable[..., Any]) -> Calla
 def _refused(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     @wraps(original)
     def refused(*args: Any, **kwargs: Any) -> Any:
-        if _torch_asks():
+        if _needs_the_truth():
             return original(*args, **kwargs)
         raise NoStandInError(
             f"torch.cuda.{name}: CUDA is the CPU in this run (gt_cuda_as), and the CPU has no "
@@ -131,7 +132,7 @@ def _of_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def made(*args: Any, **kwargs: Any) -> Any:
-        if _torch_asks():
+        if _needs_the_truth():
             return original(*args, **kwargs)
         call = signature.bind(*args, **kwargs)
         given = call.arguments

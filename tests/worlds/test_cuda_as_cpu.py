@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pytest_gtrainer import deterministic
 from pytest_gtrainer._torch.cuda_as_cpu import NoStandInError, cuda_as_cpu
 
 
@@ -116,6 +117,12 @@ def test_a_further_group_is_of_the_worlds_own_backend(gt_world, gt_cuda_as_cpu):
     group = dist.new_group([0, 2], backend="nccl", pg_options=object())
     assert dist.get_backend(group) == gt_world.backend == "fake"
     assert dist.get_process_group_ranks(group) == [0, 2]
+
+
+def test_determinism_does_not_take_cuda_for_started(gt_cuda_as_cpu, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with deterministic():
+        assert torch.cuda.is_initialized()
 
 
 def test_torchs_own_skip_decorators_find_enough(gt_cuda_as_cpu):

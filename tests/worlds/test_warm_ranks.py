@@ -123,3 +123,15 @@ def test_a_module_whose_import_was_ended_counts_nothing(monkeypatch):
     half.FRAME_COUNTER = 1
     process_groups.forget_compiled()
     assert resets == ["reset"]
+
+
+@pytest.mark.gt_world("fake", size=2)
+def test_a_group_that_counts_nothing_does_not_end_the_rank(gt_world):
+    """A trainer has fake groups on real ranks, for dimensions of its mesh that are off."""
+    kept = process_groups.live_groups()
+    with pytest.raises(RuntimeError, match="sequence numbers"):
+        process_groups.issued_on(kept[0])
+    group = RankGroup(0, "cpu", "gloo")
+    group._end(kept)
+    group.begin()
+    group.check_ended_groups()

@@ -364,7 +364,9 @@ class RankGroup:
         names = process_groups.names_of_live_groups()
         for group in groups:
             self._ended.add(names[group])
-            self._issued_on_ended[weakref.ref(group)] = 0
+            # A fake group counts nothing, and its collectives reach nobody.
+            if dist.get_backend(group) != "fake":
+                self._issued_on_ended[weakref.ref(group)] = 0
 
     def state(self, *, shared: bool = False) -> wire.GroupState:
         """Return what the test issued on the groups that exist, to be compared with other ranks."""

@@ -51,10 +51,18 @@ test-oldest-pytest: ## what meets pytest, under pytest 9.0.1
 		--target $(OLDEST)/beside pytest-timeout pytest-randomly
 	$(OLDEST)/bin/python -m pytest --gt-gpus=8 -m "not long" -n $(WORKERS) --dist loadfile $(MEETS_PYTEST)
 
+# A trainer that is not ours, its own tests included. In an environment of its own: 1.9 GB, torch counted.
+TITAN = build/torchtitan-$(TAG)
+
+test-torchtitan:  ## torchtitan 0.3.0: its graph_trainer and the tests of it, on CPU; needs gcc and binutils
+	$(PYTHON) .ci/light_torch.py 2.15.0 $(TITAN)
+	$(TITAN)/bin/python -m pip install --quiet --disable-pip-version-check -r examples/torchtitan/requirements.txt -e .
+	cd examples/torchtitan && ../../$(TITAN)/bin/python -m pytest --gt-gpus=8 --gt-cuda-as=cpu -rs tests
+
 test-transformers: env ## ordinary models of the transformers package, which this installs
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers]'
-	$(PYTEST) --gt-gpus=8 -rs tests/integration/test_*_of_transformers.py
-	$(PYTEST) --gt-gpus=8 -rs tests/compiling/test_matrix.py -k "gpt2 or qwen3"
+	$(PYTEST) --gt-gpus=8 --gt-cuda-as=cpu -rs tests/integration/test_*_of_transformers.py
+	$(PYTEST) --gt-gpus=8 --gt-cuda-as=cpu -rs tests/compiling/test_matrix.py -k "gpt2 or qwen3"
 
 gpu: $(if $(filter .venv/bin/python,$(PY)),env) ## what one GPU can judge, with a table of what held; PY=python3 takes an environment that has torch
 	$(PYTEST) --gt-gpus=1 --gt-device=cuda --gt-require=cuda tests/gpu

@@ -1,0 +1,100 @@
+"""Write TABLE.md: each test of torchtitan's graph_trainer, as is, by which means, or blocked by what.
+
+    python table.py DIR
+
+``DIR`` has a JSON file for each run, as ``upstream.py`` and ``--outcomes`` write them. The names of
+``RUNS`` say what was on in each.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+AS_IS = "as is"
+RUNS = {
+    "asis": AS_IS,
+    "cuda": "`--gt-cuda-as=cpu`",
+    "fake-tensors": "`gt_fake_tensors`",
+    "worlds": "`gt_world` and `--gt-cuda-as=cpu`",
+}
+# The first that matches the reason of a test that no run let pass.
+BLOCKS = (
+    ("FlexAttention|max scores|flex_attention", "FlexAttention on CPU"),
+    ("golden hashes|#2149|upstream|scatter\\(\\): Expected", "skipped by torchtitan itself"),
+    ("_annotate_cuda_graph_trace", "a module that torch 2.15 lacks"),
+    ("scripts\\b|loss_compare", "scripts of the repository that the wheel lacks"),
+    ("assets/tokenizer", "a tokenizer of the repository that the wheel lacks"),
+    ("sm_90|H100|pre-Hopper", "the numbers or kernels of one kind of GPU"),
+    ("autoparallel", "autoparallel, which is not on the index"),
+    ("no stand-in|CUDAGraph|cudaGraph", "streams, CUDA graphs or memory statistics"),
+    ("!= 'cuda'|cuda", "the CPU is not named cuda"),
+)
+
+
+def blocked_by(reason: str) -> str:
+    """Return the group of a reason; the reason itself, shortened, if it has none.
+
+    >>> blocked_by("ModuleNotFoundError: No module named 'scripts'")
+    'scripts of the repository that the wheel lacks'
+    """
+    for pattern, group in BLOCKS:
+        if re.search(pattern, reason):
+            return group
+    return reason.replace("|", "/")[:90] or "no reason was given"
+
+
+def rows(runs: dict[str, dict[str, dict]]) -> list[tuple[str, str, str, str]]:
+    """Return name, outcome as is, means and block of each test; ``runs`` has the outcomes by run."""
+    names = sorted({name for run in runs.values() for name in run})
+    found = []
+    for name in names:
+        outcomes = {RUNS[run]: runs[run][name] for run in RUNS if name in runs.get(run, {})}
+        as_is = outcomes.get(AS_IS, {"outcome": "not run", "reason": ""})["outcome"]
+        passed = [means for means, each in outcomes.items() if each["outcome"] == "passed"]
+        if passed:
+            found.append((name, as_is, "" if passed[0] == AS_IS else passed[0], ""))
+        else:
+            # The last run came furthest, so it names what is still in the way.
+            last = list(outcomes.values())[-1]
+            found.append((name, as_is, "", blocked_by(last["reason"])))
+    return found
+
+
+def text(found: list[tuple[str, str, str, str]]) -> str:
+    as_is = sum(row[1] == "passed" for row in found)
+    by_means: dict[str, int] = {}
+    blocked: dict[str, int] = {}
+    for _, was, means, block in found:
+        if means:
+            by_means[means] = by_means.get(means, 0) + 1
+        elif was != "passed":
+            blocked[block] = blocked.get(block, 0) + 1
+    passed = as_is + sum(by_means.values())
+    lines = ["# torchtitan 0.3.0: its graph_trainer's tests on a CPU", ""]
+    lines += [f"**{passed} of {len(found)} pass.** `python table.py` wrote this from runs.", ""]
+    lines += ["| tests | |", "|---|---|", f"| {as_is} | pass as they are |"]
+    for means, count in sorted(by_means.items(), key=lambda each: -each[1]):
+        lines.append(f"| {count} | pass by {means} |")
+    for block, count in sorted(blocked.items(), key=lambda each: -each[1]):
+        lines.append(f"| {count} | blocked: {block} |")
+    lines += ["", "| test | as is | passes by | blocked by |", "|---|---|---|---|"]
+    lines += [f"| `{name}` | {was} | {means} | {block} |" for name, was, means, block in found]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    runs = {}
+    for run in RUNS:
+        file = folder / f"{run}.json"
+        if file.exists():
+            runs[run] = json.loads(file.read_text())
+    if "asis" not in runs:
+        raise SystemExit(f"{folder} has no asis.json: run upstream.py first")
+    (HERE / "TABLE.md").write_text(text(rows(runs)))
+
+
+if __name__ == "__main__":
+    main()

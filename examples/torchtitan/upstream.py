@@ -1,0 +1,142 @@
+"""Run torchtitan's own tests of graph_trainer, unedited, and write what became of each.
+
+    python upstream.py DIR [-j 2] [--run asis ...]
+
+``RUNS`` says which runs there are, and writes ``DIR/asis.json`` and so on. Each file gets a process of
+its own, as in torchtitan's CI: importing ``FSDPTest`` freezes the flags that
+``test_bitwise_deterministic.py`` sets. This process imports neither torch nor torchtitan.
+"""
+
+import argparse
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+# A test that hangs would take the whole table with it.
+LIMIT = 900
+# Classes that start processes of their own, which no option reaches: on_worlds/ gives them worlds.
+_STARTS_PROCESSES = (
+    *("TestTraceFSDP", "TestTraceContextParallel", "TestAutogradGradVsBackwardFSDP"),
+    *("TestReassignCollectivePgsPass", "TestOverlapPgIsolationPass", "TestBucketingPrefetchOrder"),
+    *("TestAsyncTensorParallelPass", "TestSimpleFSDP", "GraphPPPartitionFSDPTest"),
+    "GraphPPFSDPCollectiveSplitDsv3Test",
+)
+_ALONE = ["-k", f"not ({' or '.join(_STARTS_PROCESSES)})"]
+_CUDA = ["--gt-cuda-as=cpu", "--gt-gpus=8"]
+ASKS_FOR_CUDA = ("trace_module", "precompile", "bitwise", "sac_peak", "graph_pp_passes")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Options of pytest, and which files: parts of names of torchtitan's, or ours below a folder."""
+
+    options: list[str]
+    only: tuple[str, ...] = ("",)
+    ours: bool = False
+
+
+RUNS = {
+    "asis": Run(["-p", "no:gtrainer"]),
+    "beside": Run(_ALONE),
+    "cuda": Run([*_CUDA, *_ALONE], ASKS_FOR_CUDA),
+    "fake-tensors": Run(["--gt-gpus=8"], ("cpu_offload",), ours=True),
+    "worlds": Run(_CUDA, ("passes", "numerics", "trace_module"), ours=True),
+}
+
+
+def folder() -> Path:
+    """The folder of torchtitan's tests in the environment of this Python."""
+    spec = importlib.util.find_spec("torchtitan")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("torchtitan is not installed here: make test-torchtitan makes the place")
+    return Path(spec.submodule_search_locations[0], "experiments", "graph_trainer", "tests")
+
+
+def run_file(file: Path, out: Path, options: list[str]) -> dict[str, dict[str, object]]:
+    """Run one file; a run that dies or hangs is an outcome of the file."""
+    outcomes = out.with_name(f"{out.name}.{file.stem}.json")
+    command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", "--rootdir=.", "-q"]
+    command += ["--confcutdir=.", "-p", "no:cacheprovider", "-p", "outcomes"]
+    command += ["--tb=short", "--outcomes", str(outcomes), *options, str(file)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    try:
+        with out.with_name(f"{out.name}.{file.stem}.log").open("w") as log:
+            subprocess.run(
+                command,
+                cwd=HERE,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                timeout=LIMIT,
+                check=False,
+            )
+        end = "no test was run"
+    except subprocess.TimeoutExpired:
+        end = f"not done in {LIMIT} s"
+    found = json.loads(outcomes.read_text()) if outcomes.exists() else {}
+    if not found or end.startswith("not done"):
+        found[file.name] = {"outcome": "not collected", "reason": end, "seconds": 0.0}
+    if file.name in found:
+        # It could not be imported: that is the outcome of each of its tests.
+        found |= dict.fromkeys(tests_of(file), found.pop(file.name))
+    outcomes.unlink(missing_ok=True)
+    return found
+
+
+def tests_of(file: Path) -> list[str]:
+    """The names of a file's tests, read in its source: of one that cannot be imported."""
+    found = []
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            found.append(f"{file.name}::{node.name}")
+        if isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, ast.FunctionDef) and inner.name.startswith("test_"):
+                    found.append(f"{file.name}::{node.name}::{inner.name}")
+    return found
+
+
+def run(name: str, out: Path, jobs: int) -> dict[str, dict]:
+    """Do one of ``RUNS``, ``jobs`` files at a time, and write ``out/NAME.json``."""
+    what = RUNS[name]
+    out.mkdir(parents=True, exist_ok=True)
+    where = HERE / "on_worlds" if what.ours else folder()
+    files = [
+        file
+        for file in sorted(where.glob("test_*.py"))
+        if any(part in file.name for part in what.only)
+    ]
+    found = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        target = out / name
+        for outcomes in pool.map(lambda file: run_file(file, target, what.options), files):
+            found.update(outcomes)
+    text = json.dumps(found, indent=1, sort_keys=True) + "\n"
+    (out / f"{name}.json").write_text(text)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("-j", type=int, default=2, help="files at a time")
+    parser.add_argument("--run", nargs="*", default=list(RUNS), choices=list(RUNS))
+    given = parser.parse_args()
+    for name in given.run:
+        found = run(name, given.out.absolute(), given.j)
+        counts = [
+            f"{sum(each['outcome'] == outcome for each in found.values())} {outcome}"
+            for outcome in ("passed", "failed", "skipped", "not collected")
+        ]
+        print(f"{name}: {', '.join(counts)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -112,6 +112,7 @@ class Arithmetic(ABC):
         self.chosen: set[str] = set()
         self.branches: dict[str, set[str]] = {}
         self.bias = 0
+        self.stabilises = False  # a largest number is sought that changes nothing
         self.masks = self.lowest = self.roots = self.has_many_limits = False
         self.limits: dict[int, int] = {}
         self.rivals = self.favoured = torch.empty(0, dtype=torch.int64)
@@ -219,8 +220,15 @@ class Arithmetic(ABC):
             keys = torch.where(stays, keys, keys.sign() * aimed)
         if len(self.favoured):
             is_favoured = torch.isin(self._unsigned(elements), self.favoured) & ~stays
+            if self.has_masks:
+                is_favoured = is_favoured & (keys > 0)  # nothing is below a mask
             keys = torch.where(is_favoured, keys.sign() * (_ABOVE_ALL + (keys.abs() >> 4)), keys)
         return keys
+
+    @property
+    def has_masks(self) -> bool:
+        """Return whether a number stands for one that is far below all others."""
+        return False
 
     def _unsigned(self, elements: Elements) -> Tensor:
         """Return elements, equal for a number and its negative where that is known."""
@@ -243,9 +251,11 @@ class Arithmetic(ABC):
         """Do not count the decisions inside: which way they go changes no real number."""
         before = self.decisions, self.few, self.lowest, self.rivals
         limits, chosen = dict(self.limits), set(self.chosen)
+        outside, self.stabilises = self.stabilises, True
         try:
             yield
         finally:
+            self.stabilises = outside
             self.decisions, self.few, self.lowest, self.rivals = before
             self.limits, self.chosen = limits, chosen
 

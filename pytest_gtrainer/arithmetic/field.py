@@ -46,6 +46,8 @@ class Field(Arithmetic):
         self.prime = Prime(modulus)
         self._written: dict[int, int] = {}  # elements of numbers that the program has, and keys
         self._far = _FarBelow()
+        self._softmaxes: list[tuple[Elements, Elements, bool]] = []  # not yet in the table
+        self._of_softmax = self._keys_of_softmax = torch.empty(0, dtype=torch.int64)
         # Of what is no square, without signs, and what they are roots of.
         self._odd_roots = self._radicands = torch.empty(0, dtype=torch.int64)
         if casts not in ("opaque", "identity"):
@@ -99,6 +101,10 @@ class Field(Arithmetic):
         self._far.note(result[is_masked])
         self._far.note_least(result[is_masked & self._far.is_least(elements)])
 
+    @property
+    def has_masks(self) -> bool:
+        return bool(self._far)
+
     def _is_masked(self, numbers: Tensor) -> Tensor:
         """Return where a number is far below all others, as what a mask was added to."""
         return self._far.has(numbers)
@@ -107,6 +113,8 @@ class Field(Arithmetic):
         numbers = self.number_of(elements)
         is_masked = self._is_masked(numbers)
         written, _ = self._find_written(numbers)
+        if self._softmaxes and not self.stabilises:
+            self._order_softmaxes()
         self.lowest = self.lowest or bool((is_masked & ~written).any())
         return self._order(elements, is_masked)
 
@@ -123,8 +131,49 @@ class Field(Arithmetic):
         written, places = self._find_written(numbers)
         is_end = numbers >= self.prime.modulus
         keys = self.aim(keys, elements, written | is_masked | is_end | (numbers == 0))
+        keys = self._in_order_of_softmax(keys, numbers)
         keys = torch.where(is_masked, -(1 << 62) - (keys.abs() >> 1), keys)
         return torch.where(written, self._keys_of_written()[places], keys)
+
+    def note_softmax(self, call: Call, found: Value) -> None:
+        """Note that the rows of a softmax, or of its logarithm, have the order of its operand."""
+        operand = call.args[0]
+        count = found.elements.numel()
+        is_rounded = self.rounds and BITS.get(found.dtype, 53) < BITS[torch.float32]
+        if not isinstance(operand, Value) or is_rounded or not 0 < count <= _LARGEST_SOFTMAX:
+            return
+        dim = call.named["dim"]
+        pair = (found.elements.movedim(dim, -1), operand.elements.movedim(dim, -1))
+        if found.elements.ndim:
+            self._softmaxes.append((*pair, "log" in call.base))
+
+    def _order_softmaxes(self) -> None:
+        """Give the elements of softmaxes keys above 0, in each row in the order of the operand.
+
+        They are the keys that these elements have by themselves, so nothing else is ordered.
+        """
+        pending, self._softmaxes = self._softmaxes, []
+        for found, operand, is_logarithm in pending:
+            numbers = self.number_of(found)
+            own = self.prime.order_key(numbers, hashing.of_name("order", self.seed))
+            own = self.aim(own, found, numbers == 0).abs()
+            places = self.order(operand).argsort(-1).argsort(-1)
+            keys = (-own if is_logarithm else own).sort(-1)[0].gather(-1, places)
+            is_number = (numbers > 0) & (numbers < self.prime.modulus)
+            known = torch.cat([self._of_softmax, numbers[is_number]])
+            of_known = torch.cat([self._keys_of_softmax, keys[is_number]])
+            self._of_softmax, order = known.unique(return_inverse=True)
+            self._keys_of_softmax = torch.empty_like(self._of_softmax).scatter(0, order, of_known)
+
+    def _in_order_of_softmax(self, keys: Tensor, numbers: Tensor) -> Tensor:
+        if not len(self._of_softmax):
+            return keys
+        for sign, sought in ((1, numbers), (-1, self.prime.negative(numbers))):
+            places = torch.searchsorted(self._of_softmax, sought.contiguous())
+            places = places.clamp(max=len(self._of_softmax) - 1)
+            is_known = self._of_softmax[places] == sought
+            keys = torch.where(is_known, sign * self._keys_of_softmax[places], keys)
+        return keys
 
     def _unsigned(self, elements: Elements) -> Tensor:
         return self._distance(self.number_of(elements))
@@ -620,6 +669,7 @@ def _check_convolution(gradient: Tensor, weight: Tensor) -> None:
 FAR_BELOW = -1e4
 """Numbers up to this are those of masks: their exp is 0, whatever is added."""
 
+_LARGEST_SOFTMAX = 1 << 16
 _FEW_NUMBERS, _MOST_NUMBERS = 16, 256
 _OF_CONVOLUTIONS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 RING = names(

@@ -34,6 +34,7 @@ from pytest_gtrainer._torch.random_states import without_modes
 from pytest_gtrainer._torch.tracing import new_fake_mode
 from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, schema
 from pytest_gtrainer.arithmetic.base import Arithmetic, Call, mapped
+from pytest_gtrainer.arithmetic.field import Field
 from pytest_gtrainer.arithmetic.formulas import given_meaning, parts_of
 from pytest_gtrainer.arithmetic.kernels import KERNELS
 from pytest_gtrainer.arithmetic.numbers import Numbers
@@ -44,6 +45,7 @@ from pytest_gtrainer.arithmetic.operators import (
     FACTORIES,
     FINITE,
     MOVES,
+    SOFTMAXES,
     SORTS,
     STABILISED,
     TRUTHS,
@@ -268,12 +270,22 @@ class ArithmeticMode(TorchDispatchMode):
         parts = parts_of(func, self.arithmetic.is_exact)
         # Some of torch's decompositions end at the operator itself.
         if parts is not None and arithmetic.takes_apart and func not in self._inside:
-            with arithmetic.deciding_nothing() if base in STABILISED else nullcontext():
-                return self._adopt(results, self._by_parts(parts, args, kwargs, func), call)
+            return self._compute_by_parts(call, parts, args, kwargs)
         if is_pointwise(func) and len(results) == 1:
             return self._set(call, [arithmetic.pointwise(call)])
         is_torchs = not arithmetic.takes_apart and func.namespace == "aten"
         return self._set(call, arithmetic.whole(call, is_known=parts is not None or is_torchs))
+
+    def _compute_by_parts(
+        self, call: Call, parts: Callable[..., Any], args: Any, kwargs: Any
+    ) -> None:
+        arithmetic = self.arithmetic
+        with arithmetic.deciding_nothing() if call.base in STABILISED else nullcontext():
+            found = self._by_parts(parts, args, kwargs, call.operator)
+            self._adopt(call.results, found, call)
+        value = self.shadows.read(call.result) if call.base in SOFTMAXES else None
+        if value is not None and isinstance(arithmetic, Field):
+            arithmetic.note_softmax(call, value)
 
     def _communicate(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
         """Issue a collective of ranks on threads, which compute it under a mode."""

@@ -56,6 +56,8 @@ UNINITIALISED = names(
 )
 STABILISED = names("_softmax _log_softmax _safe_softmax logsumexp")
 """Subtract the largest number against overflow: any other would give the same."""
+SOFTMAXES = names("_softmax _log_softmax _safe_softmax")
+"""Their results have the order of their operands, row by row."""
 FACTORIES = names("full_like new_full new_ones new_zeros ones_like zeros_like")
 """They make known numbers, and read no more than the shape of a tensor."""
 

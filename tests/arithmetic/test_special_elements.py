@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -702,6 +703,65 @@ def test_one_number_of_many_that_is_not_chosen_from_is_missed(name):
     assert kind(lambda x: expected(x, 1 * x), actual, SIXTY_FOUR) in ("identical", "reordered")
 
 
+def routed(choose, x):
+    """Mixtral takes the weights of a softmax, others a softmax of the scores."""
+    weights, places = choose(x)
+    return torch.zeros_like(x).scatter(1, places, weights)
+
+
+def by_weights(x):
+    weights, places = x.softmax(-1).topk(2)
+    return weights / weights.sum(-1, keepdim=True), places
+
+
+def by_scores(x, count=2, sign=1):
+    scores, places = (sign * x).topk(count)
+    return (sign * scores).softmax(-1), places
+
+
+SOFTMAX_ORDERS = {
+    "routing": (
+        partial(routed, by_weights),
+        partial(routed, by_scores),
+        partial(routed, partial(by_scores, sign=-1)),
+    ),
+    "a place": (
+        lambda x: x.gather(1, x.softmax(-1).argmax(-1, keepdim=True)),
+        lambda x: x.gather(1, x.argmax(-1, keepdim=True)),
+        lambda x: x.gather(1, x.softmax(0).argmax(-1, keepdim=True)),
+    ),
+    "a place of all": (
+        lambda x: x.flatten()[x.flatten().softmax(0).argmax()],
+        lambda x: x.flatten()[x.argmax()],
+        lambda x: x.flatten()[x.softmax(-1).argmax()],
+    ),
+    "a logarithm": (
+        lambda x: x.gather(1, (-x.log_softmax(-1)).argmin(-1, keepdim=True)),
+        lambda x: x.gather(1, x.argmax(-1, keepdim=True)),
+        lambda x: x.gather(1, x.log_softmax(-1).argmin(-1, keepdim=True)),
+    ),
+    "a mask": (
+        lambda x: x.gather(1, masked(x, -1e9).softmax(-1).argmax(-1, keepdim=True)),
+        lambda x: x.gather(1, masked(x, -1e9).argmax(-1, keepdim=True)),
+        lambda x: x.gather(1, x.softmax(-1).argmax(-1, keepdim=True)),
+    ),
+    "above 0": (
+        lambda x: x.softmax(-1).relu(),
+        lambda x: x.softmax(-1),
+        lambda x: x.log_softmax(-1).relu(),
+    ),
+}
+
+
+@pytest.mark.second_tier(*list(SOFTMAX_ORDERS)[1:])
+@pytest.mark.parametrize("name", SOFTMAX_ORDERS)
+def test_a_softmax_has_the_order_of_its_operand_in_each_row(name):
+    actual, expected, twin = SOFTMAX_ORDERS[name]
+    proof = prove(actual, expected, inputs=(X,))
+    assert proof.is_at_least("reordered"), str(proof)
+    assert kind(twin, expected) == "another function"
+
+
 RIGHT_CHOICES = {
     "in parts": (lambda x: torch.maximum(x[:2].amax(), x[2:].amax()), lambda x: x.amax()),
     "of sizes": (lambda x: x.abs().amax(), lambda x: torch.maximum(x.amax(), -x.amin())),
@@ -746,7 +806,8 @@ def test_the_lowest_number_limits_nothing():
     )
     assert proof.kind == "reordered"
     assert "what a mask of -1e4 or less was added to is below all" in str(proof)
-    assert kind(lambda x: torch.maximum(x + -1e4, 2 * x), lambda x: 2 * x) == "another function"
+    proof = prove(lambda x: torch.maximum(x + -1e4, 2 * x), lambda x: 2 * x, inputs=(X,))
+    assert "what a mask of -1e4 or less was added to is below all" in str(proof)
 
 
 def test_a_row_of_nan_does_not_hide_the_rest():

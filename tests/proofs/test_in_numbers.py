@@ -80,6 +80,7 @@ def norm_of_norms(x):
 
 
 PROVEN = {
+    "a choice before softmax": (routed_by_scores, routed_by_weights, X),
     "a logarithm of softmax": (lambda x: x.softmax(-1).log(), lambda x: x.log_softmax(-1), X),
     "logsumexp in parts": (online, lambda x: x.logsumexp(-1), X),
     "log1p": (torch.log1p, lambda x: (1 + x).log(), POSITIVE),
@@ -132,7 +133,6 @@ AGREE = {
         lambda x: F.leaky_relu(x, 0.25),
         X,
     ),
-    "a choice before softmax": (routed_by_scores, routed_by_weights, X),
 }
 
 

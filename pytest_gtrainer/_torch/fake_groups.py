@@ -1,15 +1,18 @@
-"""The fake backend, and a fake default group beside the groups of a process.
+"""The fake backend, and another default group, fake or real, beside the groups of a process.
 
 ``distributed_c10d._world`` holds the process groups of a process, and may be replaced. torch's own
-``ThreadLocalWorld`` has tables of its own; ``_World`` only reads tables of the module. Importing
-``FakeStore`` registers the backend "fake". ``_new_process_group_helper`` makes every group.
+``ThreadLocalWorld`` has tables of its own, for each thread; ``_World`` only reads tables of the
+module. Importing ``FakeStore`` registers the backend "fake". ``_new_process_group_helper`` makes
+every group.
 """
 
 import functools
 import inspect
 import itertools
+import os
+import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -22,7 +25,7 @@ from pytest_gtrainer._torch.process_groups import forget_meshes
 with private_names():
     from torch._C._distributed_c10d import _unregister_process_group
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld, WorldData
 
 ATTRIBUTES = {
     "torch.distributed.distributed_c10d": (
@@ -31,7 +34,6 @@ ATTRIBUTES = {
         "_get_default_timeout",
     ),
     "torch.distributed.distributed_c10d:_World": ("pg_map", "group_count"),
-    "torch.testing._internal.distributed.multi_threaded_pg:ThreadLocalWorld": ("_world",),
 }
 
 # Names of groups are numbers. These are beyond those of any other world, so that a name that is
@@ -99,19 +101,86 @@ def fake_group_beside(rank: int, size: int, names: int | None = None) -> Iterato
     Make meshes anew inside. Groups are named from the number ``names``, by default a new one: two
     worlds with one number have groups with equal names.
     """
+    with _world_beside(new_group_names() if names is None else names):
+        try:
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+            yield
+        finally:
+            # C++ has a registry of its own, by name.
+            for group in list(c10d._world.pg_map):
+                _unregister_process_group(group.group_name)
+
+
+@contextmanager
+def real_group_beside(
+    backend: str, store: dist.Store, rank: int, size: int, names: int
+) -> Iterator[None]:
+    """Give this process a real default group of its own; its other groups are hidden meanwhile.
+
+    Every rank of the group enters it, with one number ``names``. A rank that leaves it by an
+    exception closes its connections, so that others do not wait for it.
+    """
+    with _world_beside(names):
+        sockets = _sockets()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        try:
+            yield
+            dist.barrier()  # nobody closes a connection that another rank still reads
+        except BaseException:
+            if backend == "gloo":
+                _shut_down(_sockets() - sockets)
+            else:
+                dist.group.WORLD.abort()
+            raise
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _sockets() -> set[tuple[str, str]]:
+    """Return the sockets of this process, by number and inode; none where there is no /proc."""
+    found = set()
+    with suppress(FileNotFoundError):
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(FileNotFoundError):
+                target = os.readlink(f"/proc/self/fd/{number}")
+                if target.startswith("socket:"):
+                    found.add((number, target))
+    return found
+
+
+def _shut_down(sockets: set[tuple[str, str]]) -> None:
+    """Shut TCP connections down, which ends what other ranks wait for.
+
+    Gloo closes its connections with the last reference to its group. Modules of FSDP hold some, and
+    so does the traceback of the failure. Its ``abort`` does not close them.
+    """
+    for number, _ in sockets:
+        with suppress(OSError), socket.socket(fileno=os.dup(int(number))) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                connection.getpeername()  # raises for one that listens, which gloo still needs
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+class _SharedWorld(ThreadLocalWorld):
+    """Tables that all threads of the process see: a checkpoint may be written by another thread."""
+
+    def __init__(self) -> None:
+        self._data = WorldData(None, {}, {}, {}, {}, 0, {}, {}, {}, [])
+
+    def _get_world(self) -> WorldData:
+        return self._data
+
+
+@contextmanager
+def _world_beside(names: int) -> Iterator[None]:
     outside = c10d._world
     # Equal meshes share caches, and with them names of groups.
     forget_meshes()
-    c10d._world = ThreadLocalWorld()
-    c10d._world.group_count = new_group_names() if names is None else names
+    c10d._world = _SharedWorld()
+    c10d._world.group_count = names
     try:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         yield
     finally:
-        # C++ has a registry of its own, by name.
-        for group in list(c10d._world.pg_map):
-            _unregister_process_group(group.group_name)
-        # Its tables belong to the thread: the next ``ThreadLocalWorld`` would have them again.
-        del ThreadLocalWorld._world.world
         c10d._world = outside
         forget_meshes()

@@ -2,5 +2,6 @@
 
 ``fingerprints`` hashes a part of a tensor so that parts add up to the whole, ``found`` finds the
 model of a running script, ``recorder`` hooks a trainer, ``files`` writes and reads what it records,
-and ``comparing`` names the first difference of two records.
+``comparing`` names the first difference of two records, and ``resuming`` compares a run that was
+loaded; ``pieces`` are what a load has changed.
 """

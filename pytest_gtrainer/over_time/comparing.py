@@ -74,6 +74,8 @@ class Comparison:
         notes: what was not compared, and what is missing on either side.
         is_complete: whether both runs ended in order.
         compared: how many entries were compared.
+        dropped: by piece of state that a resumed run did without, the first difference; see
+            ``assert_resumes``.
     """
 
     runs: tuple[Run, Run]
@@ -85,6 +87,7 @@ class Comparison:
     element: list[str] = field(default_factory=list)
     is_complete: bool = True
     compared: int = 0
+    dropped: dict[str, str] = field(default_factory=dict)
 
     @property
     def status(self) -> int:
@@ -142,11 +145,13 @@ class Comparison:
             yield f"step {step} in all, entries that differ: {', '.join(cells)}"
 
 
-def compare_runs(a: Run, b: Run, *, at: int | None = None) -> Comparison:
+def compare_runs(a: Run, b: Run, *, at: int | None = None, rounds: bool = False) -> Comparison:
     """Compare two records.
 
     Args:
         at: the step of A that the first step of B is; by default steps count as recorded.
+        rounds: B adds in another order, so compare only what no sum has rounded: what is loaded,
+            inputs, random states, and options of optimisers.
 
     Raises:
         RecordError: the records have no step, or no name, in common, or are one record.
@@ -164,7 +169,7 @@ def compare_runs(a: Run, b: Run, *, at: int | None = None) -> Comparison:
     _check_same_model(a_steps, b_steps)
     _note_ends(result, a_steps, b_steps)
 
-    comparing = _Comparing(result, a_steps, b_steps)
+    comparing = _Comparing(result, a_steps, b_steps, rounds)
     comparing.run()
     if not result.differences and not result.compared:
         raise RecordError("no value of one record is compared with one of the other")
@@ -292,13 +297,17 @@ class _Comparing:
     """The walk through the steps of two records, up to the first one that differs.
 
     Attributes:
+        rounds: whether B rounds otherwise.
         skipped: by reason, what was not compared.
         unseeded: generators that the trainer does not seed.
         implementations: options of an implementation that differ.
     """
 
-    def __init__(self, result: Comparison, a_steps: Steps, b_steps: Steps) -> None:
+    def __init__(
+        self, result: Comparison, a_steps: Steps, b_steps: Steps, rounds: bool = False
+    ) -> None:
         self.result, self.a_steps, self.b_steps = result, a_steps, b_steps
+        self.rounds = rounds
         self.skipped: dict[str, set[str]] = {}
         self.unseeded: set[str] = set()
         self.implementations: set[str] = set()
@@ -344,6 +353,10 @@ class _Comparing:
         a, b = self._entries(step, phase)
         found, number = [], 0
         for name in {**a, **b}:
+            if self.rounds and self._is_rounded(step, phase, name):
+                reason = "because it is rounded otherwise on other ranks"
+                self.skipped.setdefault(reason, set()).add(phase)
+                continue
             try:
                 difference = self._compare_name(step, phase, name, a.get(name), b.get(name))
             except _NotComparable as reason:
@@ -356,6 +369,14 @@ class _Comparing:
         self.result.counts[phase] = len(found), number
         if not self.result.differences:
             self.result.differences = found
+
+    def _is_rounded(self, step: int, phase: str, name: str) -> bool:
+        """Return whether a value comes from a sum of a step that both sides have taken."""
+        if phase == "load":
+            return step != self.result.steps[0]
+        if phase == "optimiser":
+            return not _is_option(name)
+        return phase not in ("random", "data")
 
     def _is_of_surroundings(self, difference: Difference) -> bool:
         """Return whether a difference is only said, and the search goes on."""

@@ -191,7 +191,8 @@ class Recorder:
         for name, module in model.named_modules():
             if any(module is each for each in (model, called)):
                 enter, leave = _HookOfModule(self._enter), _HookOfModule(self._leave)
-                handles.append(module.register_forward_pre_hook(enter))
+                # Before the hook of FSDP2, which puts other parameters into the module.
+                handles.append(module.register_forward_pre_hook(enter, prepend=True))
                 handles.append(module.register_forward_hook(leave, with_kwargs=True))
             for pattern in self.activations:
                 # Patterns are written for the model, whatever it is wrapped into.

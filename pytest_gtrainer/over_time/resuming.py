@@ -1,18 +1,27 @@
 """Check that a run that was saved and loaded continues the same run."""
 
+import math
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from pytest_gtrainer import facts
+from pytest_gtrainer._torch.fake_groups import new_group_names, real_group_beside
 from pytest_gtrainer._torch.random_states import random_states_kept
+from pytest_gtrainer.numerics.bits import is_dtensor
+from pytest_gtrainer.numerics.record import normalised
 from pytest_gtrainer.over_time.comparing import Comparison, compare_runs
-from pytest_gtrainer.over_time.files import read_run
+from pytest_gtrainer.over_time.files import Run, read_run
+from pytest_gtrainer.over_time.pieces import pieces_of
 from pytest_gtrainer.over_time.recorder import record_training
+from pytest_gtrainer.worlds.gathering import gather_objects
 
 
 class NotResumed(facts.FailedCheck):
@@ -28,78 +37,265 @@ def assert_resumes(
     at: int,
     steps: int,
     beside: Callable[[Any], Mapping[str, nn.Module]] | None = None,
+    worlds: Sequence[int] | None = None,
+    bound: float | None = None,
+    unseen: Sequence[str] = (),
 ) -> Comparison:
     """Check that training goes on with the same bits after a save and a load.
 
     One trainer takes ``steps`` steps and is saved after ``at`` of them. Another one is loaded and
     takes the rest. Directly after the load, weights, moments, buffers and random states are
-    compared, then every phase of each step: data, losses, gradients, options. As a control a third
-    one takes a step without a load, and must differ. On ranks, every rank must call this.
+    compared, then every phase of each step: data, losses, gradients, options.
+
+    Controls must differ: a trainer that was not loaded; and for each piece of state that the load
+    changes, one that was loaded without it. Pieces are attributes of the trainer that have a
+    ``state_dict``, numbers, numbers of its plain objects, and random states. On ranks, every rank
+    must call this.
 
     Args:
         make: makes a trainer: ``model``, ``optimizer`` (or several), and ``step()``. It is called
-            three times.
-        save: writes the state of a trainer into a folder, which all ranks share.
+            for each run.
+        save: writes the state of a trainer into a folder, which all ranks share. If it returns a
+            future, as ``dcp.async_save`` does, training goes on while the state is written.
         load: reads it into a new trainer.
         at: the number of steps before the save, at least 1.
         steps: the number of steps of the whole run, more than ``at``.
         beside: of a trainer, other modules with state by name, as an average of the weights.
+        worlds: in a test on ranks, numbers of ranks. The first one trains, saves and resumes with
+            the same bits; the others resume what it has saved. Each world is the first ranks of the
+            test, with groups of its own, so ``make`` makes its meshes. A rank that fails ends the
+            groups, and all ranks raise its error.
+        bound: with other worlds, which round sums otherwise: how far a weight may be after the last
+            step, relative to the largest element of its tensor. What is loaded, data and options
+            must have the same bits there, too.
+        unseen: names of pieces that no step depends on, as a counter that is only printed.
 
     Returns:
-        The comparison, with the number of values that were compared.
+        The comparison, with the number of values that were compared, and in ``dropped`` the first
+        difference for each piece.
 
     Raises:
-        NotResumed: the runs differ, or the control does not.
-        ValueError: there is no step before the save, or none after it.
+        NotResumed: the runs differ, or a control does not; or a rank has failed.
+        ValueError: there is no step before the save, or none after it; or worlds that this test
+            does not have.
     """
     if not 0 < at < steps:
         raise ValueError(
             f"at={at} of steps={steps}: a run is saved after its first step and before its last"
         )
+    sizes = _checked(worlds, bound)
     with tempfile.TemporaryDirectory() as own, random_states_kept():
         folder = Path(_of_first_rank(own))
-
-        def run(name: str, first: int, last: int, *, is_loaded: bool) -> None:
-            trainer = make()
-            if is_loaded:
-                load(trainer, folder / "saved")
-            modules = beside(trainer) if beside is not None else {}
-            with record_training(
-                trainer.model, trainer.optimizer, folder / name, beside=modules
-            ) as recorder:
-                for step in range(first, last):
-                    trainer.step()
-                    if name == "whole" and step + 1 == at:
-                        save(trainer, folder / "saved")
-            if recorder.recorded != last - first:
-                raise NotResumed(
-                    f"{recorder.recorded} of {last - first} steps were recorded: each step() is to "
-                    "call backward and step the optimizer of the trainer once"
-                )
-
-        run("whole", 0, steps, is_loaded=False)
-        run("resumed", at, steps, is_loaded=True)
-        run("not loaded", 0, 1, is_loaded=False)
+        runs = _Runs(make, save, load, at, steps, beside, folder)
+        _in_world(sizes[0], folder, runs.in_first_world)
+        for size in sizes[1:]:
+            _in_world(size, folder, partial(runs.in_other_world, f"in {size}"))
         _of_first_rank("all ranks have written")
         whole = read_run(folder / "whole")
         result = compare_runs(whole, read_run(folder / "resumed"), at=at)
         control = compare_runs(whole, read_run(folder / "not loaded"), at=at)
+        faults = [str(result)] * result.status
+        for size in sizes[1:]:
+            faults += _faults_of_other_world(whole, folder, f"in {size}", at, bound or 0.0)
+        if not control.status:
+            faults.append(
+                "a new trainer is equal to the one that was saved, so this check cannot fail: save "
+                "it after steps that change it"
+            )
         _of_first_rank("all ranks have read")
-    if result.status:
-        raise NotResumed(str(result))
-    if not control.status:
-        raise NotResumed(
-            "a new trainer is equal to the one that was saved, so this check cannot fail: save it "
-            "after steps that change it"
-        )
+        if faults:
+            raise NotResumed(faults[0])
+
+        _in_world(sizes[0], folder, runs.without_pieces)
+        _of_first_rank("all ranks have written")
+        for path in sorted((folder / "without").glob("*")):
+            comparison = compare_runs(whole, read_run(path), at=at)
+            if comparison.status:
+                result.dropped[path.name] = ", ".join(map(str, comparison.differences[:1]))
+            elif path.name not in unseen:
+                faults.append(
+                    f"a trainer that was loaded without {path.name} is equal, so this check does "
+                    "not see that piece: take more steps, or name a module in beside; if no step "
+                    f"depends on it, unseen=[{path.name!r}]"
+                )
+        _of_first_rank("all ranks have read")
+    if faults:
+        raise NotResumed(faults[0])
     return result
+
+
+class _Runs:
+    """The trainers of one check, and the folders of their records."""
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        save: Callable[[Any, Path], object],
+        load: Callable[[Any, Path], object],
+        at: int,
+        steps: int,
+        beside: Callable[[Any], Mapping[str, nn.Module]] | None,
+        folder: Path,
+    ) -> None:
+        self.make, self.save, self.load, self.beside = make, save, load, beside
+        self.at, self.steps, self.folder = at, steps, folder
+        self.changed: list[str] = []
+
+    def in_first_world(self) -> None:
+        trainer = self.make()
+        self._train(trainer, "whole", 0, self.steps)
+        _write_weights(trainer.model, self.folder / "whole.weights")
+
+        trainer = self.make()
+        before = pieces_of(trainer)
+        self.load(trainer, self.folder / "saved")
+        after = pieces_of(trainer)
+        for name, piece in before.items():
+            if name in after and not piece.equals(after[name]):
+                self.changed.append(name)
+        self._train(trainer, "resumed", self.at, self.steps)
+        self._train(self.make(), "not loaded", 0, 1)
+
+    def without_pieces(self) -> None:
+        # Ranks may differ in what a load changes, as in a position of their own.
+        for name in _of_all_ranks(self.changed):
+            trainer = self.make()
+            before = pieces_of(trainer)
+            self.load(trainer, self.folder / "saved")
+            before[name].put_back()
+            self._train(trainer, f"without/{name}", self.at, self.steps)
+
+    def in_other_world(self, name: str) -> None:
+        trainer = self.make()
+        self.load(trainer, self.folder / "saved")
+        self._train(trainer, name, self.at, self.steps)
+        _write_weights(trainer.model, self.folder / f"{name}.weights")
+        trainer = self.make()
+        self._train(trainer, f"{name}, not loaded", self.at, self.steps)
+        _write_weights(trainer.model, self.folder / f"{name}, not loaded.weights")
+
+    def _train(self, trainer: Any, name: str, first: int, last: int) -> None:
+        modules = self.beside(trainer) if self.beside is not None else {}
+        saving: Any = None
+        with record_training(
+            trainer.model, trainer.optimizer, self.folder / name, beside=modules
+        ) as recorder:
+            for step in range(first, last):
+                trainer.step()
+                if name == "whole" and step + 1 == self.at:
+                    saving = self.save(trainer, self.folder / "saved")
+        if hasattr(saving, "result"):
+            saving.result()
+        if recorder.recorded != last - first:
+            raise NotResumed(
+                f"{recorder.recorded} of {last - first} steps were recorded: each step() is to "
+                "call backward and step the optimizer of the trainer once"
+            )
+
+
+def _checked(worlds: Sequence[int] | None, bound: float | None) -> Sequence[int | None]:
+    """Return the sizes of the worlds, checked; None for the world as it is."""
+    if worlds is None:
+        return [None]
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        raise ValueError(
+            f'worlds={worlds} needs ranks: mark the test gt_world("ranks", size={max(worlds)})'
+        )
+    size = dist.get_world_size()
+    if not worlds or any(type(each) is not int or not 0 < each <= size for each in worlds):
+        raise ValueError(f"worlds={worlds}: give numbers of ranks, of the {size} of this test")
+    if len(worlds) > 1 and (bound is None or not 0 < bound < math.inf):
+        raise ValueError(
+            f"worlds={worlds} with bound={bound}: other worlds round otherwise, so state how far "
+            "weights may be: bound=1e-5"
+        )
+    return list(worlds)
+
+
+def _in_world(size: int | None, folder: Path, work: Callable[[], None]) -> None:
+    """Call ``work()`` on the first ``size`` ranks, in groups of their own; all raise what one
+    raises.
+    """
+    if size is None:
+        work()
+        return
+    rank, failure, failed_at = dist.get_rank(), None, None
+    names = max(gather_objects(new_group_names()))
+    if rank < size:
+        store = dist.FileStore(str(folder / f"store {names}"), size)
+        try:
+            with real_group_beside(dist.get_backend(), store, rank, size, names):
+                work()
+        except Exception as error:
+            failure, failed_at = error, time.time()
+    # The first failure is the cause of the others: its groups are gone.
+    times = gather_objects((failed_at, rank, f"{type(failure).__name__}: {failure}"))
+    failures = sorted(each for each in times if each[0] is not None)
+    if failures:
+        _, first, text = failures[0]
+        raise NotResumed(f"rank {first} of a world of {size} failed: {text}") from failure
+
+
+def _write_weights(model: nn.Module, path: Path) -> None:
+    """Write all weights from the first rank."""
+    weights = {}
+    for name, parameter in model.named_parameters():
+        tensor: Any = parameter.detach()
+        if is_dtensor(tensor):
+            tensor = tensor.full_tensor()
+        weights[normalised(name)] = tensor.cpu()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save(weights, path)
+
+
+def _faults_of_other_world(whole: Run, folder: Path, name: str, at: int, bound: float) -> list[str]:
+    """Return what is wrong with a run that was resumed by other ranks."""
+    result = compare_runs(whole, read_run(folder / name), at=at, rounds=True)
+    if result.status:
+        return [str(result)]
+    expected = torch.load(folder / "whole.weights", weights_only=True)
+    faults = []
+    for side, must_be_near in ((name, True), (f"{name}, not loaded", False)):
+        actual = torch.load(folder / f"{side}.weights", weights_only=True)
+        far, where = _distance(actual, expected)
+        if must_be_near and not far <= bound:
+            faults.append(
+                f"resumed {name} ranks, {where} is {far:.3g} from the whole run's after the last "
+                f"step, beyond the bound {bound:g}; what was loaded is equal"
+            )
+        if not must_be_near and far <= bound:
+            faults.append(
+                f"a new trainer that was not loaded is within the bound {bound:g} {name} ranks, "
+                "too: state a smaller one"
+            )
+    return faults
+
+
+def _distance(
+    actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> tuple[float, str]:
+    """Return the largest relative distance of a weight, and its name; NaN counts as infinite."""
+    largest, where = 0.0, ""
+    for name, tensor in expected.items():
+        far = math.inf
+        if name in actual and tensor.numel():
+            scale = tensor.abs().max().item() or 1.0
+            far = (actual[name].double() - tensor.double()).abs().max().item() / scale
+        if not far <= largest:
+            largest, where = (far if far == far else math.inf), name
+    return largest, where
+
+
+def _of_all_ranks(names: list[str]) -> list[str]:
+    """Return the names that any rank has, in one order on all of them."""
+    if not dist.is_initialized():
+        return names
+    return sorted(set().union(*gather_objects(names)))
 
 
 def _of_first_rank(text: str) -> str:
     """Return the text of the first rank. On ranks this waits for all of them."""
     if not dist.is_initialized():
         return text
-    texts: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    assert texts[0] is not None
-    return texts[0]
+    first: str = gather_objects(text)[0]
+    return first

@@ -38,6 +38,12 @@ def test_a_trainer_that_saves_all(make):
     result = resumes(make, lambda trainer, folder: trainer.load(folder))
     assert result.steps == [2, 3]
     assert result.compared > 300
+    assert result.dropped.keys() == {
+        *("batches.position", "ema", "model", "optimizer", "random states", "schedule")
+    }
+    assert result.dropped["schedule"] == (
+        "step 3, optimiser: param_groups.0.lr, rank 0: 0.01 in A, 0.005 in B"
+    )
     assert torch.equal(torch.get_rng_state(), before)
 
 

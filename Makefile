@@ -5,7 +5,7 @@ PY := .venv/bin/python
 PYTEST := $(PY) -m pytest$(if $(GT_DEVICE), --gt-device=$(GT_DEVICE))
 # A worker a core is enough: tests on ranks start processes of their own.
 WORKERS ?= 2
-BENCHMARKS := digest records operators simulated graphtext graphdiff threads chunking ranks passes tracing proofs recording
+BENCHMARKS := digest records operators simulated graphtext graphdiff threads chunking ranks passes tracing proofs recording unused
 
 # Tests start hundreds of processes: each would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE

@@ -4,7 +4,6 @@ A *slot* is the right to run one rank: a GPU, or, without GPUs, one of as many C
 ``--gt-gpus`` says.
 """
 
-import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -112,6 +111,8 @@ def _nvml_gpus() -> list[tuple[str, str]]:
 
     They come from the driver's library, which starts no CUDA context.
     """
+    import ctypes  # only where GPUs are looked for
+
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -87,6 +87,12 @@ def test_what_does_not_import_torch(modules):
     assert leaves_out(modules, "torch")
 
 
+@pytest.mark.parametrize("heavy", ["filelock", "asyncio", "jinja2"])
+def test_the_plugin_leaves_what_few_projects_need_for_later(heavy):
+    """A project that does not use the plugin pays for what it imports: benchmarks/unused.py."""
+    assert leaves_out(["pytest_gtrainer.plugin"], heavy)
+
+
 def test_the_probe_sees_an_import():
     """The twin."""
     assert not leaves_out(["pytest_gtrainer.plugin"], "_pytest")

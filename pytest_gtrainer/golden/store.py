@@ -17,10 +17,8 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path, PurePosixPath
-
-from filelock import FileLock, Timeout
 
 from pytest_gtrainer.environment import private_folder
 from pytest_gtrainer.golden.naming import FOLDER, stem_of_golden
@@ -123,6 +121,13 @@ def rewrite(path: Path, root: Path, change: Callable[[bytes], bytes]) -> None:
             _replace(target, new)
 
 
+def _lock(root: Path) -> AbstractContextManager[object]:
+    """Return the lock that a process holds while it writes goldens."""
+    from filelock import FileLock  # it loads asyncio, which a run that writes nothing needs not
+
+    return FileLock(_lock_file(root), timeout=_LOCK_SECONDS)
+
+
 def remove(path: Path, root: Path) -> None:
     """Remove a golden, or the link in its place, and the folders that it leaves empty.
 
@@ -135,7 +140,7 @@ def remove(path: Path, root: Path) -> None:
         )
 
     try:
-        with FileLock(_lock_file(root), timeout=_LOCK_SECONDS):
+        with _lock(root):
             path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # the first folder that is not empty
                 for folder in path.relative_to(root).parents[:-1]:
@@ -224,7 +229,7 @@ def _sole_writer(path: Path, root: Path) -> Iterator[Path]:
     """
     _status(path, root)
     try:
-        with FileLock(_lock_file(root), timeout=_LOCK_SECONDS):
+        with _lock(root):
             # A link inside the tree stays a link.
             yield Path(os.path.realpath(path))
     except OSError as error:
@@ -235,6 +240,8 @@ def _sole_writer(path: Path, root: Path) -> Iterator[Path]:
 
 def reason(error: OSError | ValueError) -> str:
     """Return the reason of an error, in the words of the operating system if it has some."""
+    from filelock import Timeout
+
     if isinstance(error, Timeout):
         return (
             f"another run has held the lock {error.lock_file} for {_LOCK_SECONDS:.0f} seconds: "

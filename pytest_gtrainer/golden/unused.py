@@ -247,6 +247,8 @@ class UnusedGoldens:
 class Collection:
     """The tests and files that a process has collected, before anything was deselected."""
 
+    # Only a run that finds goldens reads the names of its tests.
+    items: dict[pytest.Item, None] = field(default_factory=dict)
     stems: set[PurePosixPath] = field(default_factory=set)
     # stems of tests that have no parameters here
     empty_sets: set[PurePosixPath] = field(default_factory=set)
@@ -255,7 +257,10 @@ class Collection:
     uncertain: set[PurePosixPath] = field(default_factory=set)
 
     def add(self, items: Iterable[pytest.Item]) -> None:
-        for item in items:
+        self.items.update(dict.fromkeys(items))
+
+    def _read_names(self) -> None:
+        for item in self.items:
             nodeid = id_of(item)
             self.stems.add(stem_of_test(nodeid))
             for mark in item.iter_markers("skip"):
@@ -264,9 +269,13 @@ class Collection:
 
     def unowned(self, root: Path) -> list[PurePosixPath]:
         """Return the goldens that surely have no test."""
+        goldens = by_stem(store.goldens_below(root))
+        if not goldens:
+            return []
+        self._read_names()
         has_tests = functools.cache(has_test_file)
         found = []
-        for stem, files in by_stem(store.goldens_below(root)).items():
+        for stem, files in goldens.items():
             place = stem.parent
             if stem in self.stems or place in self.uncertain:
                 continue

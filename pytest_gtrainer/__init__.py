@@ -74,6 +74,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "mesh_seed",
         "balanced_loss",
     ),
+    "numerics.flex_attention": ("dense_flex_attention",),
     "numerics.sweep": ("Sweep", "Rule"),
     "numerics.run_to_run": ("assert_run_to_run",),
     "bisect": ("bisect_passes",),

@@ -161,6 +161,15 @@ def gt_fake_tensors(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @pytest.fixture
+def gt_dense_flex_attention() -> Iterator[None]:
+    """Compute FlexAttention by its dense formula on the CPU in the test, forward and backward."""
+    from pytest_gtrainer.numerics.flex_attention import dense_flex_attention
+
+    with dense_flex_attention():
+        yield
+
+
+@pytest.fixture
 def gt_deterministic(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Switch determinism on and set seeds for the test, here and on ranks; restore all afterwards.
 

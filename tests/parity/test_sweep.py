@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from fixtures.flex_attention import flex_attention_on_threads
 from fixtures.models.chunked_loss import chunked_ce_step
 from fixtures.training import deepseek_v3_training, llama3_training, token_batches
-from pytest_gtrainer import ChunkConfig, Record, Rule, Sweep, train_eager
+from pytest_gtrainer import ChunkConfig, Record, Rule, Sweep, dense_flex_attention, train_eager
 from pytest_gtrainer.numerics.sweep import Cell
 from pytest_gtrainer.references.config import TrainConfig
 from pytest_gtrainer.references.simulated import SimulatedGraphRun
@@ -120,5 +119,5 @@ class Trained:
 
 @pytest.mark.parametrize(("name", "cell"), _cells())
 def test_sweep(name: str, cell: Cell, request: pytest.FixtureRequest):
-    with SWEEPS[name].judging(cell) as judge, flex_attention_on_threads():
+    with SWEEPS[name].judging(cell) as judge, dense_flex_attention():
         judge(*Trained.of(name, cell, request.getfixturevalue("gt_world")).sides(cell))

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fixtures.chunking import strict, trace_by_eager_code, trace_by_graph
-from fixtures.flex_attention import flex_attention_backward_on_cpu
 from fixtures.models.chunkable import VOCAB
 from fixtures.models.chunked_loss import chunked_ce_step
 from fixtures.models.loss import cross_entropy_sum
@@ -22,6 +21,7 @@ from pytest_gtrainer import (
     chunk_pass,
     chunk_schedule_pass,
     deduplicate_fsdp_unshard_chains_pass,
+    dense_flex_attention,
     eager_chunked,
     get_default_transformer_block_buckets,
     prove,
@@ -276,7 +276,7 @@ def test_chunks_against_eager_chunking(name, chunks):
     """So proven for any numbers, what is tested for some."""
     given = BLOCKS.get(name) or MOE[name.removeprefix("moe ")]
     root = "layers.*.moe" if name.startswith("moe ") else "layers.*"
-    with flex_attention_backward_on_cpu():
+    with dense_flex_attention():
         case = case_of(given, strict(root, num_chunks=chunks), torch.float32, steps=1)
         actual = trace_by_graph(case, case.new_model()).gm
         expected = trace_by_eager_code(case, case.new_model()).gm

@@ -16,13 +16,13 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 
-from fixtures.flex_attention import flex_attention_backward_on_cpu
 from fixtures.training import deepseek_v3_training
 from pytest_gtrainer import (
     RanksDisagree,
     assert_bitwise_different,
     assert_bitwise_equal,
     data_parallel,
+    dense_flex_attention,
     graphtext,
     trace_once,
     trace_step,
@@ -386,7 +386,7 @@ def test_what_graphs_hold_comes_through_bytes(model):
     graph gives here.
     """
     net, x = model(), torch.tensor([[0.0, 1.0, 2.0, 3.0], [-1.0, 2.0, -3.0, 4.0]])
-    with flex_attention_backward_on_cpu():
+    with dense_flex_attention():
         traced = trace_step(net, lambda net, x: net(x).sum(), (x,))
     written = bytes_of([traced.gm], ("beside", traced.example_inputs), x.device)
     (taken,), beside = graphs_of(written, new_fake_mode(), x.device)

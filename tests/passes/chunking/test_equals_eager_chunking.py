@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from fixtures.chunking import PRODUCERS, Case, check_equals_eager, strict, token_batch
-from fixtures.flex_attention import flex_attention_backward_on_cpu
 from fixtures.models import chunkable
 from fixtures.models.chunkable import net
 from fixtures.models.chunked_loss import chunked_ce_step
 from fixtures.models.flex import Flex, FlexNet
 from fixtures.rewritten_by_hand import offloaded, rematerialised
+from pytest_gtrainer import dense_flex_attention
 from pytest_gtrainer.graph.nodes import GRAPH
 
 BLOCKS = {
@@ -79,7 +79,7 @@ IN_SHORT = list(in_short())
 
 @pytest.fixture(autouse=True)
 def flex_attention_trains():
-    with flex_attention_backward_on_cpu():
+    with dense_flex_attention():
         yield
 
 

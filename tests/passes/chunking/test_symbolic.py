@@ -9,7 +9,6 @@ import torch
 from torch import fx, nn
 
 from fixtures.chunking import Case, strict, train_chunked_graph, train_eager_chunked
-from fixtures.flex_attention import flex_attention_backward_on_cpu
 from fixtures.models import chunkable
 from fixtures.models.chunkable import DIM, net
 from fixtures.models.flex import FlexBiased
@@ -20,6 +19,7 @@ from pytest_gtrainer import (
     assert_bitwise_equal,
     chunk_pass,
     concretize_chunk_symbolic_shapes_pass,
+    dense_flex_attention,
     trace_step,
 )
 from pytest_gtrainer._torch.chunking import symbols_of
@@ -54,7 +54,7 @@ def test_a_symbolic_trace_is_its_own_twin(block, config):
     def by_symbols(traced, config):
         return chunk_pass(symbolic(case.new_model(), config, case.batch(0)).gm, config=config)
 
-    with flex_attention_backward_on_cpu():
+    with dense_flex_attention():
         actual, gm = train_chunked_graph(replace(case, rewrite=by_symbols))
         assert_bitwise_equal(actual, train_eager_chunked(case))
         other = train_eager_chunked(
@@ -73,7 +73,7 @@ def test_a_symbolic_trace_is_its_own_twin(block, config):
 def test_nested_graphs_have_numbers():
     """H1: the graph of the scores reads a bias that has the batch."""
     config = strict("layers.*")
-    with flex_attention_backward_on_cpu():
+    with dense_flex_attention():
         gm = symbolic(net(FlexBiased)(), config, torch.randint(0, 40, (2, 6, 8)).unbind(0)).gm
     nested = [name for name, module in gm.named_children() if leftover(module)]
     assert len(nested) == 3

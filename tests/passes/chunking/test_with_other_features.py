@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from fixtures.chunking import Case, check_equals_eager, chunked, strict, token_batch
-from fixtures.flex_attention import flex_attention_backward_on_cpu
 from fixtures.models import chunkable
 from fixtures.models.chunkable import DIM, net
 from fixtures.models.flex import Flex, FlexNet
 from fixtures.models.loss import ce_step
 from fixtures.rewritten_by_hand import offloaded, rematerialised
-from pytest_gtrainer import trace_step
+from pytest_gtrainer import dense_flex_attention, trace_step
 
 aten = torch.ops.aten
 
@@ -28,7 +27,7 @@ def rewritten(model, config, rewrite=chunked, inputs=None):
 @pytest.mark.second_tier
 def test_nested_graphs_of_flex_attention():
     """I2, H1: the mask is cut along the batch, and nested graphs are those of a chunk."""
-    with flex_attention_backward_on_cpu():
+    with dense_flex_attention():
         gm = rewritten(FlexNet(Flex), strict("layers.*"), inputs=token_batch(0, 4, 32))
     nested = [module for name, module in gm.named_modules() if name.endswith("_of_chunk")]
     assert nested

@@ -46,9 +46,9 @@ def main(top: str, commit: str, folder: str, cwd: str, *command: str) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         pytest_ended.wait()
     finally:
+        # Not "prune", which forgets worktrees of the user whose disk is not mounted.
         subprocess.run([*worktree, "remove", "--force", tree], stderr=subprocess.DEVNULL)
         shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run([*worktree, "prune"])
 
 
 def _end_with_pytest(child: subprocess.Popen[bytes], pytest_ended: threading.Event) -> None:

@@ -1,6 +1,7 @@
 """``--gt-against``: the tests run at another git revision, too, and what moved is said."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -279,6 +280,9 @@ def test_a_folder_that_is_no_repository_or_is_new_is_a_sentence(repository, tmp_
 
 def test_the_keeper_runs_a_command_at_the_revision_and_removes_everything(repository, tmp_path):
     change(repository)
+    users = tmp_path / "users"  # a worktree on a disk that is not mounted
+    git(repository, "worktree", "add", "--quiet", users)
+    shutil.rmtree(users)
     folder = tmp_path / "temporary" / "gtrainer-against-x"
     folder.mkdir()
     kept = tmp_path / "seen"
@@ -290,7 +294,10 @@ def test_the_keeper_runs_a_command_at_the_revision_and_removes_everything(reposi
         assert (folder / "tree").exists()
         process.stdin.close()
     assert "return 2 * x" in kept.read_text()
-    assert_nothing_left(repository)
+    assert not folder.exists()
+    listed = git(repository, "worktree", "list")
+    assert "gtrainer-against" not in listed
+    assert str(users) in listed
 
 
 def test_modules_of_the_worktree_are_told_from_those_of_the_working_tree(tmp_path):

@@ -30,6 +30,7 @@ from pytest_gtrainer.graph.nodes import (
     is_random,
     is_view,
     is_wait,
+    leaves_of,
     places_of,
     returns_an_operand,
     short_name,
@@ -75,7 +76,8 @@ def cut_to_pairs(
         if number in known:
             continue
         if node.op == "output" or node in new.stateful:
-            raise CannotCut(f"{node} is another one")
+            pairs += _pairs_of_operands(node, new, old)
+            continue
         for partner in partners.get(node, ()):
             if _may_be_pair(node, partner, new, old):
                 pairs.append((node, partner))
@@ -210,6 +212,43 @@ def _partners(after: fx.GraphModule, before: fx.GraphModule) -> dict[fx.Node, li
     return found
 
 
+def _pairs_of_operands(node: fx.Node, new: _Version, old: _Version) -> list[Pair]:
+    """Return the operands of a node with a fixed place that have to be those of the old one.
+
+    Then the node has the old one's number.
+
+    Raises:
+        CannotCut: it differs in more, or in which memory it reads or writes.
+    """
+    partner = old.gm.graph.output_node()
+    if node.op != "output":
+        place = new.stateful[node]
+        partner = next((each for each, at in old.stateful.items() if at == place), node)
+    given = [each for each in leaves_of((node.args, node.kwargs)) if isinstance(each, fx.Node)]
+    wanted = [
+        each for each in leaves_of((partner.args, partner.kwargs)) if isinstance(each, fx.Node)
+    ]
+    if partner is node or _skeleton(node) != _skeleton(partner):
+        raise CannotCut(f"{node} is another one")
+    pairs = []
+    for operand, was in zip(given, wanted, strict=True):
+        if new.value(operand, node) == old.value(was, partner):
+            continue
+        is_fixed = operand in new.shows or was in old.shows
+        if is_fixed or was in old.stateful or was.op == "placeholder":
+            raise CannotCut(f"{node} reads another memory")
+        if not _may_be_pair(operand, was, new, old):
+            raise CannotCut(f"{node} reads another kind of value")
+        pairs.append((operand, was))
+    new.numbers[node] = old.numbers[partner]
+    return pairs
+
+
+def _skeleton(node: fx.Node) -> str:
+    """Return operator and arguments without the nodes that it reads."""
+    return str((node.target, map_arg((node.args, node.kwargs), lambda operand: "node")))
+
+
 def _may_be_pair(node: fx.Node, partner: fx.Node, new: _Version, old: _Version) -> bool:
     """Return whether two nodes are alike: tensors of one shape and dtype, in the same memory."""
     if partner in old.stateful or new.created.get(node) != old.created.get(partner):
@@ -230,7 +269,7 @@ def _graphs_of(
     shared = set(new.numbers.values()) & set(old.numbers.values())
     cones = _Cone(new, shared), _Cone(old, shared)
     for made, wanted in pairs:
-        cones[0].add(made)
+        cones[0].add(made, new.numbers[made] != old.numbers[wanted])
         cones[1].add(wanted)
     # Of the old version, whose metadata no pass has touched.
     values: dict[int, Any] = {}
@@ -249,15 +288,26 @@ class _Cone:
         self._version, self._shared = version, shared
         self._kept: set[fx.Node] = set()
         self._results: list[fx.Node] = []
+        self._as_input: dict[fx.Node, tuple[int, int]] = {}
         self.inputs: set[tuple[int, int]] = set()
 
-    def add(self, result: fx.Node) -> None:
+    def add(self, result: fx.Node, other_number: bool = False) -> None:
         """Add a side of a pair, and what makes it.
+
+        Args:
+            result: the side.
+            other_number: it has another number than the other side, so it may be an input.
 
         Raises:
             CannotCut: a node of it writes or draws, or shows what is written to.
         """
         self._results.append(result)
+        if other_number and self._is_input(result):
+            # The other side makes this very value of it, as an alias does.
+            value = self._version.numbers[result], 0
+            self.inputs.add(value)
+            self._as_input[result] = value
+            return
         todo = [result]
         while todo:
             node = todo.pop()
@@ -300,7 +350,11 @@ class _Cone:
             args, kwargs = map_arg((node.args, node.kwargs), operands.__getitem__)
             copies[node] = graph.call_function(node.target, args, kwargs)
             copies[node].meta = dict(node.meta)
-        graph.output(tuple(copies[node] for node in self._results))
+        results = []
+        for node in self._results:
+            value = self._as_input.get(node)
+            results.append(copies[node] if value is None else given[value])
+        graph.output(tuple(results))
         return fx.GraphModule({}, graph)
 
 

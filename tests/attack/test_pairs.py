@@ -232,3 +232,21 @@ def test_no_mistake_passes_for_equal(begin, monkeypatch):
         assert failure is None or failure.kind in oracles.NOT_JUDGED, (seed, failure)
     assert equal > 5, "else nothing was compared"
     assert found > 5, "else no change was a mistake"
+
+
+@pytest.mark.parametrize("reader", ["output", "draw"])
+def test_what_a_node_with_a_fixed_place_reads_may_be_a_pair(reader):
+    """A result, or what a draw is like, becomes the value that it was an alias of."""
+    lines = ["exp: f32[2, 3] = aten.exp(I.x)", "alias: f32[2, 3] = aten.alias(exp)"]
+    if reader == "draw":
+        lines.append("draw: f32[2, 3] = aten.rand_like(alias)")
+    results = ["fwd._.alias"] if reader == "output" else ["fwd._.exp", "fwd._.draw"]
+    before = parse(*lines, results=results)
+    for target, is_right in ((aten.alias.default, True), (aten.neg.default, False)):
+        (alias,) = before.graph.find_nodes(op="call_function", target=aten.alias.default)
+        alias.target = target
+        after = copy.deepcopy(before)
+        (gone,) = after.graph.find_nodes(op="call_function", target=target)
+        gone.replace_all_uses_with(gone.args[0])
+        after.graph.erase_node(gone)
+        assert is_equal_by_pairs(after, before) is is_right

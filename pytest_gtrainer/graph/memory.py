@@ -175,6 +175,7 @@ def assert_peak_memory(
     gm: AnyGraph,
     *,
     at_most: int | str,
+    control: AnyGraph | None = None,
     names: Names | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> PeakMemory:
@@ -182,8 +183,13 @@ def assert_peak_memory(
 
     ``names`` and ``sizes`` are those of ``peak_memory``.
 
+    Args:
+        control: a graph that has to hold more than ``at_most``, such as the one before a memory
+            policy. For small inputs all policies may have one peak, and the bound proves nothing.
+
     Raises:
-        AssertionError: it does; with node, module and the five largest tensors alive there.
+        AssertionError: it does; with node, module and the five largest tensors alive there. Or the
+            control does not.
         ValueError: ``at_most`` is no size; and as ``peak_memory``.
     """
     bound = at_most
@@ -207,6 +213,15 @@ def assert_peak_memory(
             "all of them: print(peak_memory(gm).table(1000)); "
             "bytes by node: peak_memory(gm).curve"
         )
+
+    if control is not None:
+        other = peak_memory(control, names=names, sizes=sizes)
+        if other.peak <= bound:
+            raise facts.FailedCheck(
+                f"the control holds {spell_bytes(other.peak)} ({other.peak:,} bytes) at once, which "
+                f"at_most={at_most!r} allows, too, so this check cannot fail: take more tokens or "
+                f"layers, or a smaller bound; the graph holds {memory.peak:,} bytes"
+            )
 
     return memory
 

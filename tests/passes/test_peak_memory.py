@@ -457,6 +457,16 @@ def test_what_stays_below_the_bound_passes_and_one_byte_more_does_not():
     assert "print(peak_memory(gm)" in message
 
 
+def test_a_control_that_the_bound_allows_proves_nothing():
+    """With few tokens all policies have one peak."""
+    gm, larger = graphtext.parse(REDUCED), graphtext.parse(COALESCED)
+    peak = peak_memory(gm).peak
+    assert peak < peak_memory(larger).peak
+    assert assert_peak_memory(gm, at_most=peak, control=larger).peak == peak
+    with pytest.raises(AssertionError, match=r"the control holds 22\.05 KiB .* cannot fail"):
+        assert_peak_memory(gm, at_most=peak, control=gm)
+
+
 @pytest.mark.parametrize(
     "at_most", [0, -1, True, 1.5, "12 parsecs", "GiB", "0 MiB", "1.5 GB", None]
 )

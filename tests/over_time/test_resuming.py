@@ -114,3 +114,22 @@ def test_checks_that_cannot_fail(make):
         assert_resumes(Still, Still.nothing, Still.nothing, at=1, steps=3)
     with pytest.raises(NotResumed, match="0 of 3 steps were recorded: each step"):
         assert_resumes(lambda: Still(0), Still.nothing, Still.nothing, at=1, steps=3)
+
+
+@pytest.mark.second_tier
+def test_a_piece_whose_loss_nobody_would_see(make):
+    """Z6: an average beside the model that is not named."""
+
+    def without_the_average(**how):
+        return assert_resumes(
+            make,
+            lambda trainer, folder: trainer.save(folder),
+            lambda trainer, folder: trainer.load(folder),
+            at=1,
+            steps=3,
+            **how,
+        )
+
+    with pytest.raises(NotResumed, match="loaded without ema is equal, so this check does not see"):
+        without_the_average()
+    assert "ema" not in without_the_average(unseen=["ema"]).dropped

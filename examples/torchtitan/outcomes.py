@@ -32,6 +32,8 @@ class Outcomes:
             self._write()
 
     def pytest_runtest_logreport(self, report):
+        if report.when == "setup" and report.passed:
+            return  # nothing has passed yet: the run may be cut off in the middle of the test
         outcome = "passed"
         reason = ""
         if report.skipped:

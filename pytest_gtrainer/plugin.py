@@ -26,7 +26,6 @@ from pytest_gtrainer.report.plugin import (
     witnessed,
 )
 from pytest_gtrainer.report.repeats import OperatorObserver, Repeats
-from pytest_gtrainer.report.revision import ChosenTests, Imports
 from pytest_gtrainer.report.terminal import ConformanceTable, SummaryPlugin
 from pytest_gtrainer.swallowed import SwallowedChecks
 from pytest_gtrainer.worlds.hygiene import keep_trace_log_quiet
@@ -92,9 +91,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(goldens, "gtrainer-goldens")
     inline.register(config)
     if options.compares_runs(config):
+        from pytest_gtrainer.report.revision import ChosenTests, Imports
+
         config.pluginmanager.register(Imports(), "gtrainer-imports")
-    if options.is_other_side(config) and not is_rank(config) and not config.option.pyargs:
-        config.pluginmanager.register(ChosenTests(config), "gtrainer-chosen-tests")
+        if options.is_other_side(config) and not is_rank(config) and not config.option.pyargs:
+            config.pluginmanager.register(ChosenTests(config), "gtrainer-chosen-tests")
     if options.get(config, "leaked-flags") != "ignore":
         config.pluginmanager.register(LeakGuard(config), "gtrainer-leaks")
     config.pluginmanager.register(SwallowedChecks(), "gtrainer-swallowed")

@@ -23,12 +23,12 @@ from pytest_gtrainer.golden import artifacts
 from pytest_gtrainer.marker import valid_spec_of
 from pytest_gtrainer.report.changes import Earlier
 from pytest_gtrainer.report.collected import Test
-from pytest_gtrainer.report.revision import NotComparable, Revision
 from pytest_gtrainer.report.terminal import bounded, write_section
 from pytest_gtrainer.report.witness import Witness
 
 if TYPE_CHECKING:
     from pytest_gtrainer.report.html import Run
+    from pytest_gtrainer.report.revision import Revision
 
 TABLE = "differences.tsv"
 _MOST_MOVES = 60  # lines on the terminal about tests that moved
@@ -77,11 +77,13 @@ class ReportPlugin:
             if path is not None:
                 self.paths[option] = path
 
-        against, revision = options.get(config, "report-against"), options.get(config, "against")
+        against, asked = options.get(config, "report-against"), options.get(config, "against")
         self.earlier: Earlier | None = None
         self.revision: Revision | None = None
-        if revision is not None and not is_other_side:
-            self.revision = Revision.find(config, revision)
+        if asked is not None and not is_other_side:
+            from pytest_gtrainer.report import revision
+
+            self.revision = revision.Revision.find(config, asked)
         if against is not None and not is_other_side:
             self.earlier = Earlier.read(against, Path(here, against))
 
@@ -128,8 +130,10 @@ class ReportPlugin:
                 self._run_revision(self.revision, lambda line: None)
             self._write()
 
-    def _run_revision(self, revision: Revision, write_line: Callable[[str], None]) -> None:
+    def _run_revision(self, revision: "Revision", write_line: Callable[[str], None]) -> None:
         """Run the tests at the revision and write what moved; a run that cannot is not green."""
+        from pytest_gtrainer.report.revision import NotComparable
+
         status, tests = self._session.exitstatus, list(self._tests.values())
         write_line(f"here is {revision.here}")
         problem = None

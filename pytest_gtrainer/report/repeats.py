@@ -19,7 +19,6 @@ from pytest_gtrainer import facts, options
 from pytest_gtrainer.marker import id_of
 from pytest_gtrainer.report.changes import Earlier
 from pytest_gtrainer.report.collected import Test
-from pytest_gtrainer.report.html import build_details
 
 IS_OBSERVED = pytest.StashKey[bool]()
 """Of the configuration: whether the running test is observed, in this process or on its ranks."""
@@ -150,6 +149,8 @@ def has_records(test: Test) -> bool:
 
 def describe_differences(tests: Sequence[Test]) -> list[str]:
     """Compare repetitions with the first one; return a line for each that differs."""
+    from pytest_gtrainer.report.html import build_details
+
     first = tests[0]
     graphs = {fact["key"]: fact["packed"] for fact in first.find("graph_text")}
     known = facts.all_escaped(build_details(first))

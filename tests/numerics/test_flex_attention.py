@@ -1,5 +1,7 @@
 """FlexAttention without a GPU: forward and backward by its dense formula, in numbers and in proofs."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -182,6 +184,24 @@ def test_ranks_that_are_threads(gt_world):
         assert_runs_equal(
             train, train, control=lambda run: train(run, backwards=True), world=gt_world
         )
+
+
+def test_gradients_on_a_thread_are_those_of_the_formula():
+    """There the backward of a score function is derived, not traced."""
+
+    def capped(attention):
+        given = [each.detach().clone().requires_grad_() for each in inputs()[:3]]
+
+        def score(value, b, h, row, column):
+            return torch.tanh(value / 5) * 5
+
+        out = attention(*given, score_mod=score, block_mask=mask())
+        return list(torch.autograd.grad(out.square().sum(), given))
+
+    with dense_flex_attention(), ThreadPoolExecutor(1) as pool:
+        found = pool.submit(capped, flex_attention).result()
+    for own, wanted in zip(found, capped(written_out), strict=True):
+        torch.testing.assert_close(own, wanted)
 
 
 @pytest.mark.gt_world("simulated", size=2)

@@ -68,6 +68,7 @@ def cut_to_pairs(
     numbers: dict[Any, int] = {}
     for node in before.graph.nodes:
         old.number(node, numbers)
+    # Before the new version adds numbers of its own.
     known = set(numbers.values())
     partners = _partners(after, before)
     pairs: list[Pair] = []
@@ -114,6 +115,7 @@ class _Version:
             for operand in written_operands(node):
                 written |= memory[operand]
         self.shows = {node for node in gm.graph.nodes if memory[node] & written}
+        # In the order of the graph: a reader sees what was written before it.
         writes: Counter[fx.Node] = Counter()
         for node in gm.graph.nodes:
             self.epochs[node] = {}
@@ -206,6 +208,7 @@ def _partners(after: fx.GraphModule, before: fx.GraphModule) -> dict[fx.Node, li
         if len(node.all_input_nodes) == len(same.all_input_nodes):
             for operand, was in zip(node.all_input_nodes, same.all_input_nodes, strict=True):
                 found.setdefault(operand, []).append(was)
+    # Passes that change a node in place keep its name; those that replace it keep its readers.
     for node in after.graph.nodes:
         if node.name in by_name:
             found.setdefault(node, []).append(by_name[node.name])
@@ -271,7 +274,7 @@ def _graphs_of(
     for made, wanted in pairs:
         cones[0].add(made, new.numbers[made] != old.numbers[wanted])
         cones[1].add(wanted)
-    # Of the old version, whose metadata no pass has touched.
+    # Of the old version, as a pass may leave metadata that is no longer true.
     values: dict[int, Any] = {}
     for node, number in old.numbers.items():
         values.setdefault(number, node.meta.get("val"))
@@ -359,7 +362,7 @@ class _Cone:
 
 
 def _with_own_elements(value: Tensor) -> Tensor:
-    """Return a value whose elements are all apart: one of an expanded tensor would know too much."""
+    """Return a value whose elements lie apart: an expanded one would know some to be equal."""
     if all(stride or size == 1 for size, stride in zip(value.shape, value.stride(), strict=True)):
         return value
     return torch.empty(value.shape, dtype=value.dtype, device="meta")

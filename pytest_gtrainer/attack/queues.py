@@ -320,6 +320,7 @@ def _add_edges(
     latest: dict[str, list[Node]] = {}
     waited: Node | None = None
     for place, step in enumerate(schedule):
+        # A node for each wait, else each launch before it had an edge to each one behind it.
         if isinstance(step, Wait):
             point: Node = ("wait", rank, place)
             before = [*nodes[step.launch], *([waited] if waited else [])]
@@ -368,9 +369,10 @@ def _knots(edges: Mapping[Node, set[Node]]) -> list[set[Node]]:
 
 
 def _behind(edges: Mapping[Node, set[Node]], start: Node, seen: set[Node]) -> list[Node]:
-    """Return what can be reached from a node and is not in ``seen``, each behind what it leads to."""
+    """Return what a node leads to and is not in ``seen``, each behind what it leads to."""
     found: list[Node] = []
     seen.add(start)
+    # A stack of its own, as schedules are longer than Python recurses.
     stack = [(start, iter(edges.get(start, ())))]
     while stack:
         node, others = stack[-1]

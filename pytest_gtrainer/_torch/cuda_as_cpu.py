@@ -4,9 +4,6 @@ Contract, read in torch 2.13 to 2.15:
 
 - A ``TorchFunctionMode`` sees every call of torch that places a tensor, also those of
   ``Module.cuda`` and ``Module.to_empty``. So no method of torch is replaced for tensors.
-- ``torch.device("cuda")`` as a block is a mode of torch below every other, which adds its device
-  last, unless a call names one. ``CURRENT_DEVICE`` says that it is entered,
-  ``_device_constructors()`` which calls it changes.
 - Functions of ``torch.cuda`` pass no mode: they are replaced in their modules while the block lasts.
   Torch's own code, and ours, gets the original, or it would start CUDA.
 - So are the functions that make process groups and meshes: NCCL becomes gloo.
@@ -29,11 +26,9 @@ from torch.overrides import TorchFunctionMode
 from pytest_gtrainer._torch import private_names
 
 with private_names():
-    import torch.utils._device as default_device
     from torch import _utils as device_names
 
 ATTRIBUTES = {
-    "torch.utils._device": ("CURRENT_DEVICE", "_device_constructors"),
     "torch._utils": ("_get_available_device_type",),
 }
 
@@ -67,15 +62,6 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
-def _gets_cuda_by_default(func: Any, kwargs: dict[str, Any]) -> bool:
-    # Not a method: Dynamo 2.15 fails on the guard of a static method of a mode.
-    return (
-        _is_cuda(default_device.CURRENT_DEVICE)
-        and kwargs.get("device") is None
-        and func in default_device._device_constructors()
-    )
-
-
 class CudaAsCpu(TorchFunctionMode):
     """Place on the CPU each tensor that a call of torch would place on CUDA."""
 
@@ -89,7 +75,7 @@ class CudaAsCpu(TorchFunctionMode):
             return args[0].to("cpu", memory_format=format_)
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], torch.device("cpu"), *args[2:])
-        if _is_cuda(kwargs.get("device")) or _gets_cuda_by_default(func, kwargs):
+        if _is_cuda(kwargs.get("device")):
             kwargs["device"] = torch.device("cpu")
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False

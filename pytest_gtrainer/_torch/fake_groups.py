@@ -40,6 +40,9 @@ ATTRIBUTES = {
 # remembered finds nothing there.
 _NAMES = itertools.count(1_000_000_000, 1_000_000)
 
+# Inside ``every_group_is_fake`` the function of that name holds a trainer to the rank of its world.
+_init_process_group = dist.init_process_group
+
 
 def new_group_names() -> int:
     """Return a number for ``fake_group_beside``, from which no other world names its groups."""
@@ -103,7 +106,7 @@ def fake_group_beside(rank: int, size: int, names: int | None = None) -> Iterato
     """
     with _world_beside(new_group_names() if names is None else names):
         try:
-            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+            _init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
             yield
         finally:
             # C++ has a registry of its own, by name.

@@ -4,7 +4,10 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from pytest_gtrainer._torch.fake_groups import fake_group_beside
 
 
 @pytest.mark.gt_world("ranks", size=4, mesh={"outer": 2, "inner": 2})
@@ -39,3 +42,11 @@ def test_tests_on_shuffled_meshes(suite):
     assert wrong == {}
     failing = sum(number % 5 == 0 for number in order)
     assert sorted(outcomes.values()) == ["failed"] * failing + ["passed"] * (25 - failing)
+
+
+@pytest.mark.gt_world("fake", size=8)
+def test_a_fake_world_holds_nobody_to_its_rank_who_looks_from_another_one(gt_world):
+    """A simulated parity traces on the first and on the last rank."""
+    with fake_group_beside(7, 8):
+        assert dist.get_rank() == 7
+    assert dist.get_rank() == 0

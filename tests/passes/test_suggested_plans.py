@@ -189,6 +189,14 @@ def test_experts_of_a_list_stay_in_their_layer():
     assert suggest_plan(model, split_experts=True).plan == ["layers.0"]
 
 
+def test_shared_experts_stay_in_their_layer():
+    layer = nn.ModuleDict({"shared_experts": Block(), "experts": Block()})
+    model = nn.Module()
+    model.layers = nn.ModuleList([layer])
+    plan = suggest_plan(model, split_experts=True).plan
+    assert plan == ["layers.0", "layers.0.experts"]
+
+
 def test_layers_that_share_a_parameter_have_no_plan():
     model = Decoder()
     model.layers[1].linear.weight = model.layers[0].linear.weight

@@ -73,6 +73,25 @@ def test_equal_operators_need_no_proof():
             ),
             ("ones", "sum"),
         ),
+        (  # a read of one of two buffers, each written to once, becomes one of the other
+            (
+                "ones: f32[2, 3] = aten.ones_like(I.x)",
+                "more: f32[2, 3] = aten.ones_like(I.x)",
+                "exp: f32[2, 3] = aten.exp(I.x)",
+                "first: f32[2, 3] = aten.add_.Tensor(ones, I.x)",
+                "second: f32[2, 3] = aten.add_.Tensor(more, exp)",
+                "neg: f32[2, 3] = aten.neg(ones)",
+            ),
+            (
+                "ones: f32[2, 3] = aten.ones_like(I.x)",
+                "more: f32[2, 3] = aten.ones_like(I.x)",
+                "exp: f32[2, 3] = aten.exp(I.x)",
+                "first: f32[2, 3] = aten.add_.Tensor(ones, I.x)",
+                "second: f32[2, 3] = aten.add_.Tensor(more, exp)",
+                "neg: f32[2, 3] = aten.neg(more)",
+            ),
+            ("neg",),
+        ),
         (  # a read moves over a write
             (
                 "clone: f32[2, 3] = aten.clone(I.x)",

@@ -223,9 +223,10 @@ def depth_of_collective(frames: list[tuple[str, str]]) -> int:
     return len(frames)
 
 
-# Collectives whose ranks must give equally many elements of one dtype; of others, roots and splits
-# may differ.
+# Collectives whose ranks must give equally many elements of one dtype; others, in which splits may
+# differ, and only the dtype must be the same. Of the rest, some ranks give nothing.
 _ALIKE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
+_OF_ONE_DTYPE = ("all_to_all", "gather")
 KEPT = 64  # the most of its last calls on a group that a rank answers with
 
 
@@ -243,6 +244,8 @@ class Call(NamedTuple):
         """Return what must be the same on every rank."""
         if self.op in _ALIKE:
             return (self.op, self.dtype, self.elements)
+        if self.op in _OF_ONE_DTYPE:
+            return (self.op, self.dtype)
         return (self.op,)
 
     def __str__(self) -> str:

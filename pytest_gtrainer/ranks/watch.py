@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -189,6 +189,10 @@ class RanksOutcome:
                     f"{by_value(counts)}"
                 )
 
+        differing = self._differing_group()
+        if differing is not None:
+            return f"the ranks called different collectives on {differing}"
+
         # Torch counts groups to name them. Ranks whose counts differ would never meet in the next.
         if len(set(groups_made.values())) > 1:
             return f"the ranks made different numbers of process groups: {by_value(groups_made)}"
@@ -202,6 +206,21 @@ class RanksOutcome:
                     "they received: give every send its recv"
                 )
 
+        return None
+
+    def _differing_group(self) -> str | None:
+        """Return a group on which intact ranks called other collectives, or with other dtypes.
+
+        gloo may end such calls without a word, with numbers that mean nothing.
+        """
+        kinds: dict[str, list[Mapping[int, int]]] = {}
+        for answer in self.answers.values():
+            for label, own in answer.state.kinds.items():
+                kinds.setdefault(label, []).append(own)
+        for label, of_ranks in kinds.items():
+            for number in set.intersection(*(set(own) for own in of_ranks)):
+                if len({own[number] for own in of_ranks}) > 1:
+                    return label
         return None
 
     def has_failed(self) -> bool:
@@ -562,7 +581,12 @@ class _CommandRun:
         has_failed = outcome.incidents or outcome.raised or outcome.unblocked_at is not None
         if text is not None and not has_failed:
             # Ranks that issued different collectives fail the test even if all passed.
-            self._add_incident(None, text + answers.called_by_some(self._calls()))
+            calls = self._calls()
+            more = answers.called_by_some(calls)
+            differing = answers.differing_call(calls)
+            if differing and not more:
+                more = f": {differing}"
+            self._add_incident(None, text + more)
 
         end = time.monotonic() + STUCK_AFTER
         while self.leaving and self.team.alive and time.monotonic() < end:

@@ -19,8 +19,9 @@ import threading
 import time
 import traceback
 import weakref
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from pytest_gtrainer import facts
 from pytest_gtrainer._pytest_private import capture_fds, prepared_config, tear_down
 from pytest_gtrainer._torch import process_groups
 from pytest_gtrainer._torch.process import forget_cublas_workspaces
+from pytest_gtrainer.environment import variable
 from pytest_gtrainer.marker import SHARED
 from pytest_gtrainer.numerics.determinism import seed_everything
 from pytest_gtrainer.ranks import wire
@@ -41,6 +43,7 @@ from pytest_gtrainer.ranks.answers import (
     KEPT,
     OUTPUT_SIGNAL,
     STACK_SIGNAL,
+    Call,
     file_of,
     stacks_text,
 )
@@ -54,6 +57,8 @@ from pytest_gtrainer.worlds import hygiene
 # The parent's limit for a test ends a blocked collective long before this does.
 COLLECTIVE_LIMIT = timedelta(hours=24)
 
+# How many of the last calls of a test are compared between ranks.
+_RECORDED = "256"
 MEMORY_TOLERANCE = 2**20
 
 # How torch, and this package, name a process group that does not exist. "group 145" alone may be a
@@ -295,9 +300,12 @@ class RankGroup:
             store = dist.PrefixStore(
                 place, dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
             )
-        dist.init_process_group(
-            self.backend, store=store, rank=self.rank, world_size=size, timeout=COLLECTIVE_LIMIT
-        )
+        # Each test that communicates reads the recorder, 10 microseconds a call.
+        size_kept = os.environ.get(process_groups.RECORDER_SIZE, _RECORDED)
+        with variable(process_groups.RECORDER_SIZE, size_kept):
+            dist.init_process_group(
+                self.backend, store=store, rank=self.rank, world_size=size, timeout=COLLECTIVE_LIMIT
+            )
         self._default = dist.group.WORLD
         self._joined = time.time_ns()
         if self.backend == "gloo":
@@ -375,8 +383,11 @@ class RankGroup:
             return wire.GroupState(intact=False, groups_made=0, shared=shared, broken=broken)
         subgroups = len(process_groups.live_groups()) - 1
         issued, messages = self._issued()
+        made, kinds = process_groups.groups_made(), {}
+        if any(issued.values()):
+            kinds = self._kinds()
         return wire.GroupState(
-            True, process_groups.groups_made(), subgroups, issued, shared, messages=messages
+            True, made, subgroups, issued, shared, messages=messages, kinds=kinds
         )
 
     def _has_lost_gpu(self) -> bool:
@@ -396,18 +407,34 @@ class RankGroup:
         """
         issued: dict[str, int] = {}
         messages: dict[str, int] = {}
-        same_ranks: Counter[str] = Counter()
-        for group in process_groups.live_groups():
-            label = self._label(group)
-            same_ranks[label] += 1
-            if same_ranks[label] > 1:
-                label += f" (group {same_ranks[label]} of these)"
+        for group, label in self._labelled():
             messages[label] = self._messages.pop(group, 0)
             with contextlib.suppress(RuntimeError):  # a backend that does not count
                 total = process_groups.issued_on(group) - self._points.get(group, 0)
                 issued[label] = total - self._known.get(group, 0)
                 self._known[group] = total
         return issued, messages
+
+    def _kinds(self) -> dict[str, dict[int, int]]:
+        """Return a checksum of each collective's kind, by label of its group and its number."""
+        recorded = process_groups.recorded_calls(max(self._joined, self._began), lines=False)
+        names = process_groups.names_of_live_groups()
+        kinds: dict[str, dict[int, int]] = {}
+        for group, label in self._labelled():
+            own = kinds[label] = {}
+            for _, number, *call in recorded.get(names[group], []):
+                own[number] = zlib.crc32(repr(Call(*call).kind()).encode())
+        return kinds
+
+    def _labelled(self) -> Iterator[tuple[dist.ProcessGroup, str]]:
+        """Yield the groups, each with a label that is the same on every rank."""
+        same_ranks: Counter[str] = Counter()
+        for group in process_groups.live_groups():
+            label = self._label(group)
+            same_ranks[label] += 1
+            if same_ranks[label] > 1:
+                label += f" (group {same_ranks[label]} of these)"
+            yield group, label
 
     def _label(self, group: dist.ProcessGroup) -> str:
         if group is self._default:

@@ -1,0 +1,83 @@
+"""Calls in which ranks differ, and which gloo ends without a word, with numbers that mean nothing.
+
+In the first tier the ranks of one run meet all of them; each has a twin in which ranks agree.
+"""
+
+from tests.worlds.conftest import Suite
+
+SUITE = """
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+
+pytestmark = pytest.mark.gt_world("ranks", size=3)
+KINDS = {
+    "integers": (torch.float32, torch.int32),
+    "halves": (torch.bfloat16, torch.float16),
+}
+
+
+def all_reduce(x): dist.all_reduce(x)
+def all_gather(x): dist.all_gather_into_tensor(x.new_empty(3 * len(x)), x)
+def broadcast(x): dist.broadcast(x, 0)
+def functional(x): funcol.all_reduce(x, "sum", dist.group.WORLD).sum()
+def all_to_all(x): dist.all_to_all_single(torch.empty_like(x), x)
+def in_a_group(x):
+    group = dist.new_group([0, 2])
+    if dist.get_rank() != 1:
+        dist.all_reduce(x, group=group)
+
+
+CALLS = [all_reduce, all_gather, broadcast, functional, all_to_all, in_a_group]
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("call", CALLS)
+def test_differs(call, kinds):
+    dist.barrier()
+    call(torch.ones(3, dtype=KINDS[kinds][dist.get_rank() == 2]))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_agrees(call):
+    for dtype in (torch.float32, torch.int32):
+        call(torch.ones(3, dtype=dtype))
+
+
+def test_differs_in_order():
+    parts = [all_reduce, broadcast]
+    if dist.get_rank() == 1:
+        parts.reverse()
+    for part in parts:
+        part(torch.ones(4))
+
+
+def test_agrees_on_the_dtype_of_uneven_parts():
+    # Rank r sends r + 1 elements to each rank.
+    own = dist.get_rank() + 1
+    dist.all_to_all_single(torch.empty(6), torch.ones(3 * own), [1, 2, 3], [own] * 3)
+
+
+def test_agrees_after_many():
+    for _ in range(300):
+        dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_calls_that_differ_fail_a_test_that_would_pass(tmp_path):
+    suite = Suite(tmp_path / "suite")
+    suite.write("test_it.py", SUITE)
+    run = suite.run("--gt-gpus=3")
+    texts = {name: run.text(name) for name in run.reports if run.outcome(name) == "failed"}
+    differing = {name for name in run.reports if "differs" in name}
+    assert len(differing) == 13
+    assert set(texts) == differing
+    for name, text in texts.items():
+        if "integers" in name or "halves" in name:
+            group = "ranks 0, 2" if "in_a_group" in name else "all ranks"
+            assert f"the ranks called different collectives on {group}: rank" in text
+            assert "rank 2 called " in text
+            assert " at test_it.py:" in text
+            number = 1 if "in_a_group" in name else 2
+            assert f"as call {number} of this test" in text

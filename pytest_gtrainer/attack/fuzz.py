@@ -13,7 +13,7 @@ from torch import fx
 from pytest_gtrainer import graphtext
 from pytest_gtrainer.attack.extract import computed, inputs_of
 from pytest_gtrainer.attack.generate import generate
-from pytest_gtrainer.attack.oracles import NOT_JUDGED, Failure, by_proof, judge_graphs
+from pytest_gtrainer.attack.oracles import NOT_JUDGED, RAISED, Failure, by_proof, judge_graphs
 from pytest_gtrainer.attack.reduce import Reduction, pass_file, write_whole
 from pytest_gtrainer.facts import counted
 from pytest_gtrainer.graphtext import header
@@ -93,7 +93,7 @@ class Fuzzer:
         except REFUSALS as error:
             self.refused[str(error).partition("\n")[0]] += 1
             return
-        except Exception as error:
+        except RAISED as error:
             words = f"the pass raises {type(error).__name__}: {error}".partition("\n")[0]
             failure = Failure(type(error).__name__, words)
             self.changed += 1

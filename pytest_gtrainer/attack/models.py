@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from pytest_gtrainer._torch.foreign_graphs import ExportedProgram
 from pytest_gtrainer._torch.values import pytree
-from pytest_gtrainer.attack.oracles import load_named
+from pytest_gtrainer.attack.oracles import RAISED, load_named
 from pytest_gtrainer.compiling.record import CompileRecord
 from pytest_gtrainer.compiling.recorder import gt_compile
 from pytest_gtrainer.graph.bucket_plan import BucketPlan
@@ -84,7 +84,7 @@ def graphs_of(make: MakeModel, what: str, *, as_traced: bool = False) -> dict[st
         found = _read(made, as_traced)
     except ModelError as error:
         raise ModelError(f"{what}: {error}") from None
-    except Exception as error:
+    except RAISED as error:
         words = str(error).strip().partition("\n")[0]
         raise ModelError(f"{what}: no graph: {type(error).__name__}: {words}") from error
     for name, own in found.items():

@@ -58,6 +58,13 @@ _NO_COMMAND = (126, 127)
 NOT_JUDGED = ("unknown", "not proven")
 """Kinds of failure that say nothing about a pass."""
 
+RAISED = (Exception, SystemExit)
+"""What a pass or a graph may raise, and what then counts as its failure.
+
+A pass that calls ``sys.exit(0)`` would else end the command with the status of a success. An
+interrupt is not among them: it is the user's.
+"""
+
 Oracle = Callable[[str], Failure | None]
 """Takes graph text; None if the graph does not fail."""
 
@@ -106,6 +113,11 @@ def load_named(path: str, option: str, example: str) -> Any:
             found = getattr(found, part)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{option}={path}: {error}") from None
+    except SystemExit as error:
+        raise ValueError(
+            f"{option}={path}: importing {module} calls sys.exit({error.code!r}): a script needs "
+            'if __name__ == "__main__"'
+        ) from None
     return found
 
 
@@ -161,7 +173,7 @@ def by_proof(a_pass: Pass, at_least: str) -> Oracle:
             try:
                 after = returned(a_pass(gm, inputs_of(gm)))
                 lint(after.graph, "the pass")
-            except Exception as error:
+            except RAISED as error:
                 return Failure(type(error).__name__, f"the pass raises {_first_line(error)}")
             return judge_graphs(after, before, at_least, size)
 
@@ -196,7 +208,7 @@ def _judge_whole(
         if proof.is_at_least(at_least):
             return None
         itself = prove_at_once(again, before, at_least, world=net)
-    except Exception as error:
+    except RAISED as error:
         return _why_not_run(before, at_least, net, error)
     if not itself.is_at_least(at_least):
         return Failure(NOT_JUDGED[1], f"without the pass it is {itself}")
@@ -232,16 +244,16 @@ def _differ_in_equal_pairs(
             return True
         proof = prove_at_once(*cut, at_least, world=_net_for(cut[1], ranks))
         return proof.is_at_least(at_least)
-    except Exception:
+    except RAISED:
         return False
 
 
-def _why_not_run(before: fx.GraphModule, at_least: str, net: Any, error: Exception) -> Failure:
+def _why_not_run(before: fx.GraphModule, at_least: str, net: Any, error: BaseException) -> Failure:
     """Return whose fault it is that two graphs cannot be run: the pass's, or nobody's."""
     try:
         again = fx.GraphModule(before, copy.deepcopy(before.graph))
         itself = prove_at_once(again, before, at_least, world=net)
-    except Exception as also:
+    except RAISED as also:
         return Failure(NOT_JUDGED[1], f"the proof raises {_first_line(also)}")
     if not itself.is_at_least(at_least):
         return Failure(NOT_JUDGED[1], f"without the pass it is {itself}")

@@ -226,7 +226,7 @@ def _fails(model: nn.Module, inputs: str) -> str:
         given: Any = eval(f"({inputs},)", {"torch": torch})
         with torch.no_grad():
             output = model(*given)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return f"{type(error).__name__}: {error}"
     output = getattr(output, "logits", output)
     if not isinstance(output, torch.Tensor):

@@ -26,7 +26,7 @@ def load_model(name: str) -> nn.Module:
     try:
         with torch.device("meta"):  # names and shapes are enough, and cost no memory
             return _checked(found(), name)
-    except Exception:  # code that reads values cannot run there: it says so itself, or is right
+    except (Exception, SystemExit):  # code that reads values cannot run there: it says so itself, or is right
         return _build(found, name)
 
 
@@ -57,6 +57,11 @@ def _find(name: str) -> Any:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise UsageError(f"{module_name} cannot be imported from {here}: {error}") from error
+    except SystemExit as error:
+        raise UsageError(
+            f"importing {module_name} calls sys.exit({error.code!r}): a script needs "
+            'if __name__ == "__main__"'
+        ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise UsageError(f"{module_name} has no {attribute}")
@@ -69,7 +74,7 @@ def _find(name: str) -> Any:
 def _build(factory: Any, name: str) -> nn.Module:
     try:
         built = factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(
             f"{name}() fails, with {type(error).__name__}: {error}. Name a function without "
             "arguments that returns the model"

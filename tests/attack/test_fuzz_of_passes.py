@@ -1,6 +1,7 @@
 """Generated graphs are right, of all kinds; ``fuzz`` finds mistakes of passes and blames no right one."""
 
 import copy
+import sys
 import time
 
 import hypothesis
@@ -307,6 +308,17 @@ def test_a_pass_that_does_not_end(tmp_path, capsys):
     assert "TimeoutError: the pass raises TimeoutError" in capsys.readouterr().err
 
 
+def exit_pass(gm, inputs=None):
+    sys.exit(0)
+
+
+def test_a_pass_that_exits_is_a_failure(tmp_path, capsys):
+    """``sys.exit(0)`` in a pass does not end the command as a success does."""
+    arguments = "--minutes", 0.5, "--nodes", 3, "--failures", 1
+    assert fuzz("exit_pass", tmp_path, *arguments) == 1
+    assert "SystemExit: the pass raises SystemExit: 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -396,12 +408,17 @@ def add_gradients_pass(gm, inputs=None):
     return gm
 
 
+def exit_model():
+    sys.exit(0)
+
+
 @pytest.mark.parametrize(
     ("model", "says"),
     [
         ("nowhere:it", "--gt-model=nowhere:it: No module named 'nowhere'"),
         (f"{__name__}:no_inputs", "it returns a model without inputs"),
         (f"{__name__}:sharded", "no graph: ValueError"),
+        (f"{__name__}:exit_model", "no graph: SystemExit: 0"),
     ],
 )
 def test_a_model_that_cannot_be_used(model, says, tmp_path, capsys):

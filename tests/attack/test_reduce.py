@@ -52,6 +52,10 @@ def right_pass(gm, inputs=None):
     return gm
 
 
+def exit_pass(gm, inputs=None):
+    sys.exit(0)
+
+
 def not_a_graph_pass(gm, inputs=None):
     return 3
 
@@ -114,6 +118,20 @@ def test_a_pass_that_raises(graph):
     assert [line for line in found.splitlines() if "aten." in line] == [
         "  div: f32[1, 1] = aten.div.Tensor(I.mul_11, 4)"
     ] or found.count("aten.") == 1
+
+
+def test_a_pass_that_exits(graph, capsys):
+    """``sys.exit(0)`` is a failure of the pass, not the end of the command."""
+    assert reduce(graph, "--proof", f"{__name__}:exit_pass") == 0
+    assert "SystemExit: the pass raises SystemExit: 0" in capsys.readouterr().err
+    assert graph.with_suffix(".reduced.fxgraph").exists()
+
+
+def test_a_module_that_exits_when_it_is_imported(graph, tmp_path, monkeypatch, capsys):
+    (tmp_path / "exits_when_imported.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert reduce(graph, "--proof", "exits_when_imported:a_pass") == 2
+    assert "importing exits_when_imported calls sys.exit(0)" in capsys.readouterr().err
 
 
 def test_fewer_ranks(tmp_path):

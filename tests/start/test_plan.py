@@ -30,6 +30,9 @@ def shared():
     model.layers[1].weight = model.layers[0].weight
     return model
 
+def exits():
+    raise SystemExit(0)
+
 class Holder:
     model = Model()
 
@@ -67,6 +70,7 @@ def test_what_is_printed_is_a_plan_with_its_reasons(project, capsys, factory):
         ("no_such_module:Model", "no_such_module cannot be imported from "),
         ("{}:nobody", "{} has no nobody"),
         ("{}:needs", "{}:needs() fails, with TypeError: needs() missing 1 required"),
+        ("{}:exits", "{}:exits() fails, with SystemExit: 0"),
         ("{}:number", "{}:number is a int: name a class, function or model"),
         ("{}:MODULE", "{} has no MODULE"),
         ("{}:empty", "Tanh has no parameters: there is nothing to bucket"),

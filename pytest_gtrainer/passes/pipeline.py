@@ -149,7 +149,13 @@ def construct_default_graph_passes(
         ValueError: neither or both of ``n_layers`` and ``bucket_plan`` are given, a slot does not
             exist, a bucket reaches out of a chunked layer, or there are chunks with a
             ``tensor_parallel_degree`` above 1.
+        TypeError: ``reshard_after_forward`` is a number of ranks, as FSDP2 takes it.
     """
+    if not isinstance(reshard_after_forward, bool):
+        raise TypeError(
+            f"reshard_after_forward={reshard_after_forward!r}: give True or False; resharding to a "
+            "smaller number of ranks, as FSDP2 can, is not supported"
+        )
     plan = _plan(
         bucket_plan, n_layers, loss, moe_layers=moe_layers, expert_fsdp_degree=expert_fsdp_degree
     )

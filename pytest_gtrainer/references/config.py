@@ -85,7 +85,7 @@ class TrainConfig:
             None is torch's size (one bucket in the first step, then 25 MiB), with other bits: a
             ring adds an element in an order that depends on its place in the bucket.
         optimizer: makes the optimiser of the trainable parameters.
-        max_norm: clip gradients to this norm; they are recorded before and after.
+        max_norm: clip gradients to this norm, above 0; they are recorded before and after.
         activation_checkpoint: let the backward recompute every layer, both sides by
             ``torch.utils.checkpoint``; a graph refuses to restore random numbers, see
             ``trace_step``.
@@ -118,8 +118,8 @@ class TrainConfig:
     steps: int = 5
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps={self.steps}: train for at least one step")
+        _check_types(self)
+        _check_numbers(self)
         if self.mesh.ndim > 2:
             raise ValueError(
                 "a mesh has one dimension, or two (replicate, shard); this one is "
@@ -188,6 +188,74 @@ class TrainConfig:
         return self.mesh.ndim == 2
 
 
+def _check_types(config: TrainConfig) -> None:
+    """Refuse what is of another type than its field: it would fail far from here, or not at all."""
+    if isinstance(config.model, nn.Module):
+        raise TypeError(
+            f"TrainConfig.model is a {type(config.model).__name__}: give a function that builds "
+            "it, as each side trains a model of its own"
+        )
+    for name in ("model", "step", "batch", "optimizer", "context"):
+        value = getattr(config, name)
+        if not callable(value):
+            hint = "; leave it out for none" if name == "context" else ""
+            raise TypeError(f"TrainConfig.{name} is {_shown(value)}: give a function{hint}")
+
+    none = type(None)
+    expected: dict[str, tuple[type, ...]] = {
+        "mesh": (DeviceMesh,),
+        "submeshes": (Mapping,),
+        "mp_policy": (MixedPrecisionPolicy,),
+        "activation_checkpoint": (ActivationCheckpointConfig, none),
+        "chunk": (ChunkConfig, none),
+        "replicate": (bool,),
+        "record_rng": (bool,),
+        "trace_once": (bool,),
+    }
+    for name, types in expected.items():
+        value = getattr(config, name)
+        if not isinstance(value, types):
+            wanted = " or ".join("None" if each is none else each.__name__ for each in types)
+            raise TypeError(f"TrainConfig.{name} is {_shown(value)}: expected {wanted}")
+    for name, mesh in config.submeshes.items():
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"submeshes has {_shown(mesh)} for {name!r}: give a DeviceMesh")
+
+
+def _shown(value: object) -> str:
+    """Spell a value with its type.
+
+    >>> _shown(3), _shown("no"), _shown(None)
+    ('3, of type int', "'no', of type str", 'None')
+    """
+    return "None" if value is None else f"{value!r}, of type {type(value).__name__}"
+
+
+def _check_numbers(config: TrainConfig) -> None:
+    steps, max_norm, bucket_mb = config.steps, config.max_norm, config.ddp_bucket_mb
+    if not isinstance(steps, int) or isinstance(steps, bool):
+        raise TypeError(f"steps={steps!r}: give a whole number of steps")
+    if steps < 1:
+        raise ValueError(f"steps={steps}: train for at least one step")
+    # An infinite norm clips nothing, and is how trainers only measure it.
+    if max_norm is not None and not (_is_number(max_norm) and max_norm > 0):
+        raise ValueError(f"max_norm={max_norm!r}: give a number above 0, or None to clip nothing")
+    if bucket_mb is not None and not (_is_number(bucket_mb) and 0 <= bucket_mb < math.inf):
+        raise ValueError(
+            f"ddp_bucket_mb={bucket_mb!r}: give a number of MiB, 0 for a bucket for each gradient, "
+            "or None for torch's size"
+        )
+    if bucket_mb != 0 and not config.replicate:
+        raise ValueError(
+            f"ddp_bucket_mb={bucket_mb!r} without replicate=True: only DDP has such buckets; give "
+            "replicate=True, or leave it out"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _check_mesh(mesh: DeviceMesh, name: str) -> None:
     """Check that each rank is in a mesh once, and that the calling rank is one of them.
 
@@ -240,13 +308,58 @@ def finished(
     """Return a configuration as it is, or the one that a function builds from this rank's mesh."""
     if isinstance(config, TrainConfig):
         return config
+    check_builds(config)
     if world is None:
         raise ValueError(
             "a function that builds the configuration needs a mesh: give world=gt_world too"
         )
     from pytest_gtrainer.worlds.fake import make_mesh
 
-    return config(make_mesh(world))
+    return built(config, make_mesh(world))
+
+
+def check_builds(config: object) -> None:
+    """Check that a configuration is one, or a function."""
+    if not isinstance(config, TrainConfig) and not callable(config):
+        raise TypeError(
+            f"the configuration is {_shown(config)}: give a TrainConfig, or a function that builds "
+            "it from a mesh"
+        )
+
+
+def built(build: Callable[[DeviceMesh], TrainConfig], mesh: DeviceMesh) -> TrainConfig:
+    """Return the configuration that a function builds from a mesh."""
+    config = build(mesh)
+    if not isinstance(config, TrainConfig):
+        raise TypeError(
+            f"the function of the configuration returns {_shown(config)}: return a TrainConfig"
+        )
+    return config
+
+
+def new_optimizer(
+    config: TrainConfig, parameters: Sequence[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Return the optimiser of a configuration for these parameters.
+
+    Raises:
+        TypeError: it is no optimiser.
+        ValueError: it holds none of the parameters. Then no weight is trained, on either side.
+    """
+    optimizer = config.optimizer(parameters)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"TrainConfig.optimizer returns {_shown(optimizer)}: return a torch.optim.Optimizer"
+        )
+    held: set[int] = set()
+    for group in optimizer.param_groups:
+        held.update(map(id, group["params"]))
+    if parameters and held.isdisjoint(map(id, parameters)):
+        raise ValueError(
+            "TrainConfig.optimizer returns an optimiser that holds no parameter of the model, so "
+            "no weight would be trained: give it the parameters that it is called with"
+        )
+    return optimizer
 
 
 def new_model(config: TrainConfig) -> nn.Module:
@@ -368,7 +481,7 @@ def train(
     )
     record = empty if recorder is None else recorder
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = config.optimizer(parameters)
+    optimizer = new_optimizer(config, parameters)
     # Beside data parallelism, ranks of one data coordinate share a model.
     peers: list[tuple[int, ...]] = []
     if root_ranks(config.mesh).numel() == world > config.mesh.size():

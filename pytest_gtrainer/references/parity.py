@@ -47,7 +47,7 @@ from pytest_gtrainer.references.simulated import (
 from pytest_gtrainer.tracing.model import ModelState, local
 from pytest_gtrainer.worlds.fake import net_of
 from pytest_gtrainer.worlds.simulated.net import Net, check_choice, row_of
-from pytest_gtrainer.worlds.spec import World
+from pytest_gtrainer.worlds.spec import World, check_world
 
 GroupOf = Callable[[int, tuple[int, ...]], tuple[int, ...]]
 _AROUND = 2  # how many neighbours of a parameter in its bucket a path shows, on either side
@@ -177,6 +177,7 @@ def assert_parity(
         ValueError: a world of one rank, or a fake one.
     """
     __tracebackhide__ = True
+    check_world(world)
     check_choice("invisible", invisible, ("refuse", "report"))
     is_simulated = world.kind == "simulated"
     if world.size == 1:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -28,7 +29,10 @@ from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.references.config import (
     Batch,
     TrainConfig,
+    built,
+    check_builds,
     new_model,
+    new_optimizer,
     record_gradients,
     record_random_states,
     record_state,
@@ -74,8 +78,9 @@ def config_of_mesh(
             f"{size}: make them equal"
         )
 
+    check_builds(config)
     if not isinstance(config, TrainConfig):
-        return config, dict(mesh or {"fsdp": size})
+        return partial(built, config), dict(mesh or {"fsdp": size})
     finished, own = config, config.mesh
     if config.submeshes or own.ndim != 1 or own.size() != size:
         raise ValueError(
@@ -351,7 +356,8 @@ class _Rank:
         self.parameters = {}
         for fqn in run.traced.parameter_fqns:
             self.parameters[fqn] = nn.Parameter(named[fqn], requires_grad=fqn in self._trainable)
-        self._optimizer = run.config.optimizer([self.parameters[fqn] for fqn in self._trainable])
+        trained = [self.parameters[fqn] for fqn in self._trainable]
+        self._optimizer = new_optimizer(run.config, trained)
 
     @contextmanager
     def _own_process_state(self) -> Iterator[None]:

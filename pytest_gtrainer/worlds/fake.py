@@ -19,7 +19,7 @@ from pytest_gtrainer._torch.fake_groups import FakeStore, every_group_is_fake
 from pytest_gtrainer._torch.process_groups import forget_groups, forget_meshes, live_groups
 from pytest_gtrainer.environment import variable
 from pytest_gtrainer.worlds.simulated.net import Net, NetModel
-from pytest_gtrainer.worlds.spec import World, WorldSpec
+from pytest_gtrainer.worlds.spec import World, WorldSpec, check_world
 
 
 @contextmanager
@@ -94,6 +94,7 @@ def net_of(world: World) -> Net:
     Raises:
         ValueError: it is a world of another kind, or the net has another size.
     """
+    check_world(world)
     if world.kind != "simulated" or world.net is None:
         raise ValueError(
             f"a world of kind {world.kind!r} has no net model: "

@@ -64,6 +64,12 @@ class World:
     net: object | None = None
 
 
+def check_world(world: object) -> None:
+    """Check that a world is one, before an attribute of it is read."""
+    if not isinstance(world, World):
+        raise TypeError(f"world={world!r}: give the world of the test, the fixture gt_world")
+
+
 def make_spec(kind: Any = None, *, kinds: Collection[str] = KINDS, **fields: Any) -> WorldSpec:
     """Check the marker's arguments, and fill in what follows from them.
 

@@ -11,10 +11,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from pytest_gtrainer import TrainConfig, data_parallel, train_eager, train_graph
+from pytest_gtrainer import (
+    TrainConfig,
+    assert_parity,
+    assert_simulated_parity,
+    data_parallel,
+    train_eager,
+    train_graph,
+)
 from pytest_gtrainer._torch.fsdp2 import parameter_groups
 from pytest_gtrainer.graph.collectives import PlanError, kind_of, launches
-from pytest_gtrainer.references.config import bucket_modules, new_model
+from pytest_gtrainer.references.config import bucket_modules, new_model, new_optimizer
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
 
@@ -370,3 +377,117 @@ def test_a_mesh_of_three_dimensions_and_a_submesh_of_a_hybrid_one(config_with, g
 def test_a_function_that_builds_the_configuration_needs_a_world(config_with, train):
     with pytest.raises(ValueError, match="needs a mesh: give world=gt_world too"):
         train(lambda mesh: config_with(mesh=mesh))
+
+
+WRONG_TYPES = {
+    "steps=1.5": ({"steps": 1.5}, "steps=1.5: give a whole number"),
+    "steps='2'": ({"steps": "2"}, "steps='2': give a whole number"),
+    "steps=True": ({"steps": True}, "steps=True: give a whole number"),
+    "mp_policy=None": ({"mp_policy": None}, "mp_policy is None: expected MixedPrecisionPolicy"),
+    "chunk=3": ({"chunk": 3}, "chunk is 3, of type int: expected ChunkConfig or None"),
+    "activation_checkpoint=True": (
+        {"activation_checkpoint": True},
+        "is True, of type bool: expected ActivationCheckpointConfig or None",
+    ),
+    "submeshes": (
+        {"submeshes": {"head": 3}},
+        "submeshes has 3, of type int for 'head': give a DeviceMesh",
+    ),
+    "mesh=None": ({"mesh": None}, "mesh is None: expected DeviceMesh"),
+    "context=None": ({"context": None}, "context is None: give a function; leave it out for none"),
+    "optimizer": ({"optimizer": 3}, "optimizer is 3, of type int: give a function"),
+    "model": ({"model": Net()}, "model is a Net: give a function that builds it"),
+    "replicate='no'": ({"replicate": "no"}, "replicate is 'no', of type str: expected bool"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TYPES)
+def test_a_field_of_another_type(config_with, case):
+    """Else the error is one of torch, on some rank; a word for a flag would be taken for True."""
+    changes, words = WRONG_TYPES[case]
+    with pytest.raises(TypeError, match=re.escape(words)):
+        config_with(**changes)
+
+
+WRONG_NUMBERS = {
+    "negative norm": ({"max_norm": -1.0}, "max_norm=-1.0: give a number above 0"),
+    "norm of 0": ({"max_norm": 0.0}, "max_norm=0.0: give a number above 0"),
+    "NaN norm": ({"max_norm": float("nan")}, "max_norm=nan: give a number above 0"),
+    "norm in words": ({"max_norm": "1"}, "max_norm='1': give a number above 0"),
+    "buckets without DDP": (
+        {"ddp_bucket_mb": 25},
+        "ddp_bucket_mb=25 without replicate=True: only DDP has such buckets",
+    ),
+    "torch's buckets without DDP": ({"ddp_bucket_mb": None}, "None without replicate=True"),
+    "negative buckets": (
+        {"replicate": True, "ddp_bucket_mb": -1},
+        "ddp_bucket_mb=-1: give a number of MiB",
+    ),
+    "endless buckets": (
+        {"replicate": True, "ddp_bucket_mb": float("inf")},
+        "ddp_bucket_mb=inf: give a number of MiB",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_NUMBERS)
+def test_a_number_that_means_nothing(config_with, case):
+    """Both sides would take it alike, so their bits would be equal."""
+    changes, words = WRONG_NUMBERS[case]
+    with pytest.raises(ValueError, match=re.escape(words)):
+        config_with(**changes)
+
+
+def test_numbers_that_mean_something(config_with):
+    assert config_with(max_norm=float("inf")).max_norm == float("inf"), "measured, not clipped"
+    assert config_with(replicate=True, ddp_bucket_mb=None).ddp_bucket_mb is None
+
+
+def of_other_parameters(parameters):
+    return torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+def of_the_last(parameters):
+    return torch.optim.SGD(parameters[-1:], lr=0.1)
+
+
+OPTIMIZERS = {
+    "of nothing": (lambda parameters: None, TypeError, "optimizer returns None: return a torch"),
+    "of others": (of_other_parameters, ValueError, "holds no parameter of the model, so no weight"),
+}
+
+
+@pytest.mark.gt_world("simulated", size=4, nodes=2)
+@pytest.mark.parametrize("train", [train_eager, train_graph])
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_an_optimizer_that_trains_nothing(config_with, gt_world, train, case):
+    """Weights that nobody trains are equal on both sides."""
+    optimizer, error, words = OPTIMIZERS[case]
+    with pytest.raises(error, match=words):
+        train(config_with(optimizer=optimizer, steps=1), world=gt_world)
+
+
+def test_an_optimizer_of_some_parameters(config_with):
+    """One parameter is enough, as where only a head is trained."""
+    parameters = list(Net().parameters())
+    optimizer = new_optimizer(config_with(optimizer=of_the_last), parameters)
+    assert optimizer.param_groups[0]["params"] == parameters[-1:]
+
+
+def test_a_number_of_ranks_to_reshard_to(config_with):
+    """FSDP2 takes one; a graph would gather over all ranks again, in silence."""
+    with pytest.raises(TypeError, match="reshard_after_forward=2: give True or False; resharding"):
+        GraphRun(config_with(), reshard_after_forward=2)
+
+
+@pytest.mark.gt_world("simulated", size=4)
+@pytest.mark.parametrize("check", [assert_parity, assert_simulated_parity])
+def test_no_world_and_no_configuration(config_with, gt_world, check):
+    with pytest.raises(TypeError, match="world=None: give the world of the test"):
+        check(config_with(), None)
+    with pytest.raises(TypeError, match="the configuration is None: give a TrainConfig, or a"):
+        check(None, gt_world)
+    with pytest.raises(TypeError, match="returns None: return a TrainConfig"):
+        check(lambda mesh: None, gt_world)
+    with pytest.raises(TypeError, match="the configuration is None: give a TrainConfig, or a"):
+        train_eager(None)

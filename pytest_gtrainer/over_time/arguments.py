@@ -48,4 +48,7 @@ def add_commands(commands: Any) -> None:
     compare.add_argument(
         "--at", type=int, metavar="STEP", help="the step of A that the first step of B is"
     )
+    compare.add_argument(
+        "--all", action="store_true", help="list all differences of the phase, not only eight"
+    )
     compare.add_argument("--markdown", action="store_true", help="write Markdown")

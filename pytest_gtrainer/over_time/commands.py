@@ -71,7 +71,7 @@ def compare(options: argparse.Namespace) -> int:
         result = compare_runs(read_run(options.a), read_run(options.b), at=options.at)
     except RecordError as error:
         return _complain(str(error))
-    print("\n".join(result.lines(markdown=options.markdown)))
+    print("\n".join(result.lines(markdown=options.markdown, has_all=options.all)))
     return result.status
 
 

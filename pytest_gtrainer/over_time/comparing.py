@@ -9,8 +9,10 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from math import gcd, prod
+from math import gcd, isfinite, prod
 from typing import Any
+
+from torch import Tensor
 
 from pytest_gtrainer.facts import counted, one_line, spell_some
 from pytest_gtrainer.numerics.compare import difference_of
@@ -34,6 +36,8 @@ _FIELDS = ("torch", "python", "device", "threads", "world_size", "model", "every
 # Options that say how a step is computed and not what: their names are no cause of a difference.
 _IMPLEMENTATIONS = ("fused", "foreach", "capturable")
 _MOST_SHOWN = 8
+# A change is by one factor if so little of it is left without the factor.
+_ONE_FACTOR = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,7 @@ class Comparison:
         differences: all differences of the first phase that differs; empty if nothing does.
         counts: of the step that differs, by phase, how many entries differ, and of how many.
         element: lines that name the first element of the first difference, if values were kept.
+        sizes: lines that say how far each tensor has moved, the furthest first, if values were kept.
         notes: what was not compared, and what is missing on either side.
         is_complete: whether both runs ended in order.
         compared: how many entries were compared.
@@ -85,6 +90,7 @@ class Comparison:
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     element: list[str] = field(default_factory=list)
+    sizes: list[str] = field(default_factory=list)
     is_complete: bool = True
     compared: int = 0
     dropped: dict[str, str] = field(default_factory=dict)
@@ -97,8 +103,13 @@ class Comparison:
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
-    def lines(self, *, markdown: bool = False) -> Iterator[str]:
-        """Yield the lines of the text, or of the page in Markdown."""
+    def lines(self, *, markdown: bool = False, has_all: bool = False) -> Iterator[str]:
+        """Yield the lines of the text, or of the page in Markdown.
+
+        Args:
+            markdown: whether it is a page in Markdown.
+            has_all: whether all differences of the phase are listed, and not only the first ones.
+        """
         dash, indent, bold = "", "  ", ""
         if markdown:
             dash, indent, bold = "- ", "- ", "**"
@@ -122,11 +133,16 @@ class Comparison:
         first, *others = self.differences
         yield f"{bold}first difference: {first}{bold}"
         yield from self.element
-        for other in others[: _MOST_SHOWN - 1]:
+        shown = others
+        if not has_all:
+            shown = others[: _MOST_SHOWN - 1]
+        for other in shown:
             yield f"{indent}{other}"
-        left_out = len(self.differences) - _MOST_SHOWN
+        left_out = len(others) - len(shown)
         if left_out > 0:
-            yield f"{indent}and {counted(left_out, 'more difference')} in this phase"
+            yield f"{indent}and {counted(left_out, 'more difference')} in this phase: --all"
+        for line in self.sizes:
+            yield f"{indent}{line}"
         yield from self._table(first.step, markdown=markdown)
 
     def _table(self, step: int, *, markdown: bool) -> Iterator[str]:
@@ -325,9 +341,12 @@ class _Comparing:
 
         if self.result.differences:
             self.result.element = _element(self.result.runs, self.result.differences[0])
+            self.result.sizes = _sizes(self.result.runs, self.result.differences)
         if self.unseeded:
             names = spell_some(sorted(self.unseeded))
-            self.result.notes.append(f"random states that differ from the start: {names}")
+            self.result.notes.append(
+                f"random states that nobody has seeded, and that differ from the start: {names}"
+            )
         if self.implementations:
             names = spell_some(sorted(self.implementations))
             self.result.notes.append(f"options of an implementation that differ: {names}")
@@ -522,13 +541,11 @@ def _numbers(left: Entry, right: Entry) -> str:
 
 def _element(runs: tuple[Run, Run], difference: Difference) -> list[str]:
     """Return lines that name the first element that differs, if both sides have kept values."""
-    if difference.sides is None or difference.sides[0].part == "rows":
+    kept = _kept_values(runs, difference)
+    if kept is None or difference.sides is None:
         return []
+    left, right = kept
     rank = difference.ranks[0]
-    left = values_of(runs[0].folder, rank, difference.sides[0])
-    right = values_of(runs[1].folder, rank, difference.sides[1])
-    if left is None or right is None:
-        return []
     found = difference_of(Key(0, 0, "", difference.name), left, right)
     if found is None or found.element is None:
         return []
@@ -541,6 +558,52 @@ def _element(runs: tuple[Run, Run], difference: Difference) -> list[str]:
             place[dim] += offset
     amount = f"{found.amount} elements of rank {rank} differ"
     return [f"  element {place}: {found.actual} in A, {found.expected} in B; {amount}"]
+
+
+def _kept_values(runs: tuple[Run, Run], difference: Difference) -> tuple[Tensor, Tensor] | None:
+    """Return what the first rank that differs has on both sides; None if it was not kept."""
+    if difference.sides is None or difference.sides[0].part == "rows":
+        return None
+    rank = difference.ranks[0]
+    left = values_of(runs[0].folder, rank, difference.sides[0])
+    right = values_of(runs[1].folder, rank, difference.sides[1])
+    if left is None or right is None:
+        return None
+    return left, right
+
+
+def _sizes(runs: tuple[Run, Run], differences: list[Difference]) -> list[str]:
+    """Return lines that say how far each tensor has moved, the furthest first.
+
+    A change by one factor, as of clipping, is the same for many tensors. Others are said by the
+    size of the change, in A's norm.
+    """
+    by_factor: dict[str, list[str]] = {}
+    changes: list[tuple[float, str]] = []
+    for difference in differences:
+        kept = _kept_values(runs, difference)
+        if kept is None or not kept[0].is_floating_point():
+            continue
+        a, b = (tensor.double().flatten() for tensor in kept)
+        norm = float(a.norm())
+        change = float((b - a).norm())
+        if not isfinite(change) or not norm:
+            continue
+        factor = float(a @ b) / norm**2
+        if float((b - factor * a).norm()) < _ONE_FACTOR * change:
+            by_factor.setdefault(f"{factor:.4g}", []).append(difference.name)
+        else:
+            changes.append((change / norm, difference.name))
+
+    lines = []
+    for text in sorted(by_factor, key=lambda each: abs(float(each) - 1), reverse=True):
+        names = by_factor[text]
+        lines.append(f"B is {text} times A: {counted(len(names), 'tensor')}, {spell_some(names)}")
+    if changes:
+        largest = sorted(changes, reverse=True)[:_MOST_SHOWN]
+        sizes = ", ".join(f"{name} {size:.2g}" for size, name in largest)
+        lines.append(f"changes in norms of A, the largest: {sizes}")
+    return lines
 
 
 def whole_of(values: Values) -> Any:

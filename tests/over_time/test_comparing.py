@@ -4,7 +4,10 @@ import json
 import shutil
 
 import pytest
+import torch
+from torch import nn
 
+from pytest_gtrainer import record_training
 from pytest_gtrainer.over_time.comparing import whole_of
 from pytest_gtrainer.over_time.files import Entry
 from tests.over_time.test_recording import train
@@ -300,3 +303,40 @@ def test_an_option_that_chooses_an_implementation_is_said(records, tmp_path, cap
     other = edited(records / "a", tmp_path / "c", changed_phases(narrow, only="optimiser"))
     status, printed = compare(capsys, records / "a", other)
     assert "first difference: step 0, optimiser: 0.weight, rank 0: " in printed
+
+
+def train_scaled(folder, factors):
+    """Record a step in which each gradient is multiplied after the backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)))
+    optimizer = torch.optim.SGD(model.parameters())
+    with record_training(model, optimizer, folder, values=True):
+        model(torch.ones(2, 3)).square().sum().backward()
+        for parameter, factor in zip(model.parameters(), factors, strict=True):
+            parameter.grad.mul_(factor)
+        optimizer.step()
+
+
+def test_tensors_that_one_factor_has_changed_are_gathered(tmp_path, capsys):
+    """The furthest come first, and what no factor explains is said by its size."""
+    bend = torch.eye(3) + 0.5
+    train_scaled(tmp_path / "a", [1.0] * 10)
+    train_scaled(tmp_path / "b", [1.01, 2.0, 1.01, 2.0, 1.01, 2.0, 1.01, 1.0, bend, 1.01])
+    status, printed = compare(capsys, tmp_path / "a", tmp_path / "b")
+    assert status == 1
+    assert "first difference: step 0, clip: 0.weight, rank 0" in printed
+    twice = "B is 2 times A: 3 tensors, 0.bias, 1.bias, 2.bias\n"
+    slightly = "B is 1.01 times A: 5 tensors, 0.weight, 1.weight, 2.weight and 2 more\n"
+    assert f"  {twice}  {slightly}  changes in norms of A, the largest: 4.weight 0." in printed
+    assert "3.bias" not in printed
+
+
+def test_all_differences_are_listed_on_request(tmp_path, capsys):
+    train_scaled(tmp_path / "a", [1.0] * 10)
+    train_scaled(tmp_path / "b", [2.0] * 9 + [1.0])
+    _, printed = compare(capsys, tmp_path / "a", tmp_path / "b")
+    assert "and 1 more difference in this phase: --all" in printed
+    assert "clip: 4.weight" not in printed
+    _, printed = compare(capsys, tmp_path / "a", tmp_path / "b", "--all")
+    assert "--all" not in printed
+    assert "step 0, clip: 4.weight, rank 0" in printed

@@ -157,6 +157,12 @@ def number_of(value: Any, given: Mapping[str, int]) -> int | list[str]:
     return int(size.xreplace({symbol: sympy.Integer(each) for symbol, each in numbers.items()}))
 
 
+def size_symbols(value: Any) -> set[str]:
+    """Return the names of the symbols of a symbolic size, as ``number_of`` takes them."""
+    size = value.node.shape_env.simplify(value.node.expr)
+    return {str(symbol) for symbol in size.free_symbols}
+
+
 def operator_names() -> list[str]:
     """Return the name of every operator of the dispatcher, such as ``aten::add.Tensor``.
 

@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import math
 import sys
 import tempfile
 import time
@@ -50,9 +51,10 @@ def _fuzz(given: argparse.Namespace) -> int:
     def note(line: str) -> None:
         print(f"fuzz: {line}", file=sys.stderr, flush=True)
 
-    for name in ("minutes", "nodes", "failures", "timeout"):
+    for name in ("minutes", "nodes", "failures"):
         if not getattr(given, name) > 0:  # so that nan is refused, too
             raise UsageError(f"--{name}={getattr(given, name)}: give a number above 0")
+    _check_timeout(given.timeout)
     if given.ranks < 0 or given.ranks == 1:
         raise UsageError(f"--ranks={given.ranks}: give 2 or more, or 0 for graphs of one rank")
     check_kind(given.at_least)
@@ -93,13 +95,18 @@ def _fuzz(given: argparse.Namespace) -> int:
     return 130 if is_interrupted else 0
 
 
+def _check_timeout(seconds: float) -> None:
+    """Refuse what is no limit: 0, nan, and inf, for which the system has no timer."""
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"--timeout={seconds}: give seconds above 0")
+
+
 class _Reduce:
     """One run of the command."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self._given = given
-        if not given.timeout > 0:
-            raise UsageError(f"--timeout={given.timeout}: give seconds above 0")
+        _check_timeout(given.timeout)
         self._output = given.output or given.file.with_suffix(".reduced.fxgraph")
         self._said = 0.0
         try:

@@ -235,7 +235,7 @@ def assert_no_less_accurate(
         inputs: of a call. For each seed but the first, elements of floating-point inputs are drawn
             from those that the input holds; whole numbers stay.
         make_inputs: returns the inputs for a seed instead.
-        factor: how many times the error of eager is allowed. For few numbers more is, by chance:
+        factor: how many times the error of eager is allowed, above 0. For few numbers more is, by chance:
             4.5 times as much for four, 1.1 times for a thousand.
         seeds: of the inputs and of the backward.
 
@@ -244,12 +244,15 @@ def assert_no_less_accurate(
             results, dtypes or shapes.
         VacuousCheck: nothing could have failed: constant results, nothing finite, nothing but
             errors.
-        ValueError: random numbers are drawn, which nobody can draw alike in float64; eager computes
-            in float64 already; it does not run in float64; sides with other parameters.
+        ValueError: ``factor`` is no such number; random numbers are drawn, which nobody can draw
+            alike in float64; eager computes in float64 already; it does not run in float64; sides
+            with other parameters.
     """
     __tracebackhide__ = True
     if make_inputs is not None and inputs:
         raise ValueError("inputs and make_inputs=: give one of them")
+    if not 0 < factor < math.inf:  # so that nan is refused, too
+        raise ValueError(f"factor={factor!r}: give a finite number above 0, as 2.0")
     if not seeds:
         raise ValueError("seeds=() runs nothing: give one or more")
     if compiled is eager:

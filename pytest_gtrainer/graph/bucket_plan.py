@@ -45,11 +45,15 @@ def get_default_transformer_block_buckets(
     >>> get_default_transformer_block_buckets(2)
     ['tok_embeddings', 'layers.0', 'layers.1', ['norm', 'lm_head']]
     """
-    if n_layers < 1:
+    if type(n_layers) is not int or n_layers < 1:
         raise ValueError(f"n_layers={n_layers}: a model has at least one layer")
     if unknown := set(moe_layers).difference(range(n_layers)):
         raise ValueError(
             f"moe_layers names {sorted(unknown)}, the model has layers 0..{n_layers - 1}"
+        )
+    if type(expert_fsdp_degree) is not int or expert_fsdp_degree < 1:
+        raise ValueError(
+            f"expert_fsdp_degree={expert_fsdp_degree!r}: give a number of ranks, 1 or more"
         )
 
     plan: list[PlanEntry] = ["tok_embeddings"]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from pytest_gtrainer import facts
-from pytest_gtrainer._torch.graph_text import number_of
+from pytest_gtrainer._torch.graph_text import number_of, size_symbols
 from pytest_gtrainer._torch.passes import is_bucketed_by_torch, is_control_dependency
 from pytest_gtrainer._torch.values import (
     OpOverload,
@@ -158,16 +158,39 @@ def peak_memory(
             was traced.
 
     Raises:
-        ValueError: a node has no value; a size is known only when the graph runs; no node has a
-            tensor.
+        ValueError: a node has no value; a size is known only when the graph runs; ``sizes`` has a
+            name that no size has, or no number; no node has a tensor.
         TypeError: this is no graph.
     """
+    peak, symbols = _measured(gm, names, sizes)
+    _refuse_unknown(sizes, symbols)
+    return peak
+
+
+def _measured(
+    gm: AnyGraph, names: Names | None, sizes: Mapping[str, int] | None
+) -> tuple[PeakMemory, set[str]]:
+    """Return the peak of a graph, and the names of its dynamic sizes."""
+    for name, size in (sizes or {}).items():
+        if type(size) is not int or size < 0:
+            raise ValueError(f"sizes={{{name!r}: {size!r}}}: give a whole number, 0 or more")
     gm = adopt(gm, names)
     dynamic = gm.graph.output_node().meta.get(DYNAMIC_DIMS, {})
     extents = {str(symbol): extent for symbol, extent in dynamic.values()} | dict(sizes or {})
-    peak = _Liveness(gm, extents, pending={}).peak()
+    liveness = _Liveness(gm, extents, pending={}, symbols=set())
+    peak = liveness.peak()
     facts.notify("memory", peak=peak)
-    return peak
+    return peak, liveness.symbols
+
+
+def _refuse_unknown(sizes: Mapping[str, int] | None, symbols: set[str]) -> None:
+    """Raise a ValueError for a size that no tensor has: its number would change nothing."""
+    unknown = sorted(set(sizes or {}) - symbols)
+    if unknown:
+        raise ValueError(
+            f"sizes names {', '.join(unknown)}, which no tensor of the graph has; its dynamic "
+            f"sizes are {', '.join(sorted(symbols)) or 'none'}"
+        )
 
 
 @facts.check
@@ -204,7 +227,8 @@ def assert_peak_memory(
             f"{', '.join(_UNITS)}, as '1.5 GiB'; not {at_most!r}"
         )
 
-    memory = peak_memory(gm, names=names, sizes=sizes)
+    memory, symbols = _measured(gm, names, sizes)
+    _refuse_unknown(sizes, symbols)
     if memory.peak > bound:
         raise facts.FailedCheck(
             f"the graph holds {spell_bytes(memory.peak)} ({memory.peak:,} bytes) at once, "
@@ -215,7 +239,7 @@ def assert_peak_memory(
         )
 
     if control is not None:
-        other = peak_memory(control, names=names, sizes=sizes)
+        other, _ = _measured(control, names, sizes)  # it may have fewer dynamic sizes
         if other.peak <= bound:
             raise facts.FailedCheck(
                 f"the control holds {spell_bytes(other.peak)} ({other.peak:,} bytes) at once, which "
@@ -258,6 +282,7 @@ class _Liveness:
         sizes: numbers of symbolic sizes.
         pending: by each allocation that a collective gives, those that it holds until its wait.
             A wait may stand in another graph than the collective, so they share one.
+        symbols: the names of dynamic sizes that were met, which graphs inside share, too.
         bound: values of the inputs of a graph inside the graph; None for the outer graph.
     """
 
@@ -266,11 +291,13 @@ class _Liveness:
         gm: fx.GraphModule,
         sizes: Mapping[str, int],
         pending: dict[Allocation, set[Allocation]],
+        symbols: set[str],
         bound: Sequence[Any] | None = None,
     ) -> None:
         self.gm = gm
         self.nodes = list(gm.graph.nodes)
         self.pending = pending
+        self.symbols = symbols
         self.allocations: dict[Allocation, None] = {}  # an ordered set
         self.values: dict[fx.Node, Any] = {}
         self._sizes = sizes
@@ -446,6 +473,7 @@ class _Liveness:
         """Return a size as a number; a symbolic one by ``sizes``, else by the example's hint."""
         number = size
         if type(size) is not int:
+            self.symbols |= size_symbols(size)
             number = number_of(size, self._sizes)
         if isinstance(number, int):
             return number
@@ -478,7 +506,7 @@ class _Liveness:
             # Inputs that the operator makes itself come first, as the indices of flex attention.
             count = len(body.graph.find_nodes(op="placeholder"))
             bound = [None] * (count - len(operands)) + operands[max(0, len(operands) - count) :]
-            inside.append(_Liveness(body, self._sizes, self.pending, bound))
+            inside.append(_Liveness(body, self._sizes, self.pending, self.symbols, bound))
 
         released = place
         if is_control_dependency(node):

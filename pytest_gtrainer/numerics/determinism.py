@@ -352,7 +352,8 @@ def balanced_loss(
         gradients: how gradients are reduced afterwards.
 
     Raises:
-        ValueError: ``loss_sum`` is not a scalar, or ``gradients`` is neither.
+        ValueError: ``loss_sum`` is not a scalar, ``tokens`` is no count, or ``gradients`` is
+            neither.
     """
     from pytest_gtrainer._torch.passes import functional_collectives
 
@@ -361,6 +362,9 @@ def balanced_loss(
             f"loss_sum is the sum over this rank's tokens, a scalar; not {list(loss_sum.shape)}"
         )
 
+    # A size that is traced is neither of these.
+    if isinstance(tokens, float) or (isinstance(tokens, int) and tokens < 0):
+        raise ValueError(f"tokens={tokens!r}: give a whole number, 0 or more")
     if gradients not in ("avg", "sum"):
         raise ValueError(f"gradients are reduced by 'avg' or 'sum'; not {gradients!r}")
     if group is None:

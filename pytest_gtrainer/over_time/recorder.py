@@ -118,7 +118,7 @@ class Recorder:
         activations: Sequence[str] = (),
         values: bool = False,
     ) -> None:
-        if every < 1:
+        if type(every) is not int or every < 1:
             raise ValueError(f"every is a number of steps, at least 1, not {every}")
         self.every, self.activations = every, activations
         self.writer = Writer(folder, values=values)

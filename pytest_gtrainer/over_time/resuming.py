@@ -195,6 +195,8 @@ class _Runs:
 
 def _checked(worlds: Sequence[int] | None, bound: float | None) -> Sequence[int | None]:
     """Return the sizes of the worlds, checked; None for the world as it is."""
+    if bound is not None and not 0 < bound < math.inf:
+        raise ValueError(f"bound={bound}: give a finite number above 0, as bound=1e-5")
     if worlds is None:
         return [None]
     if not dist.is_initialized() or dist.get_backend() == "fake":
@@ -204,9 +206,9 @@ def _checked(worlds: Sequence[int] | None, bound: float | None) -> Sequence[int 
     size = dist.get_world_size()
     if not worlds or any(type(each) is not int or not 0 < each <= size for each in worlds):
         raise ValueError(f"worlds={worlds}: give numbers of ranks, of the {size} of this test")
-    if len(worlds) > 1 and (bound is None or not 0 < bound < math.inf):
+    if len(worlds) > 1 and bound is None:
         raise ValueError(
-            f"worlds={worlds} with bound={bound}: other worlds round otherwise, so state how far "
+            f"worlds={worlds} with bound=None: other worlds round otherwise, so state how far "
             "weights may be: bound=1e-5"
         )
     return list(worlds)

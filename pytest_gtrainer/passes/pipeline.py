@@ -90,7 +90,11 @@ class LossConfig:
             raise ValueError(
                 f"the loss {self.kind!r} is not known: choose one of {', '.join(_LOSSES)}"
             )
-        if self.num_chunks < 1 or (self.num_chunks > 1 and self.kind != CHUNKED_CROSS_ENTROPY):
+        if type(self.num_chunks) is not int or self.num_chunks < 1:
+            raise ValueError(
+                f"{self.num_chunks!r} chunks of the loss: give a whole number, 1 or more"
+            )
+        if self.num_chunks > 1 and self.kind != CHUNKED_CROSS_ENTROPY:
             raise ValueError(
                 f"{self.num_chunks} chunks of the loss {self.kind!r}: only "
                 f"{CHUNKED_CROSS_ENTROPY!r} has"
@@ -164,6 +168,10 @@ def construct_default_graph_passes(
     if unknown:
         raise ValueError(
             f"there is no slot {', '.join(map(repr, unknown))}; there are {', '.join(SLOTS)}"
+        )
+    if type(tensor_parallel_degree) is not int or tensor_parallel_degree < 1:
+        raise ValueError(
+            f"tensor_parallel_degree={tensor_parallel_degree!r}: give a number of ranks, 1 or more"
         )
     if chunk is not None:
         check_surroundings(chunk, plan, tensor_parallel_degree)

@@ -33,6 +33,7 @@ compute 1.00 ms, communication 2.00 ms, of it overlapped 1.00 ms, exposed 1.00 m
 """
 
 import json
+import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -79,6 +80,12 @@ class CostModel:
             if not getattr(self, name) > 0:
                 raise ValueError(
                     f"a cost model's {name} is a rate above 0, not {getattr(self, name)!r}"
+                )
+        for name in ("overhead", "latency"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"a cost model's {name} is a number of seconds, 0 or more, not "
+                    f"{getattr(self, name)!r}"
                 )
 
     def __str__(self) -> str:

@@ -26,10 +26,8 @@ def load_model(name: str) -> nn.Module:
     try:
         with torch.device("meta"):  # names and shapes are enough, and cost no memory
             return _checked(found(), name)
-    except (
-        Exception,
-        SystemExit,
-    ):  # code that reads values cannot run there: it says so itself, or is right
+    except (Exception, SystemExit):
+        # Code that reads values cannot run there: it says so itself, or is right.
         return _build(found, name)
 
 

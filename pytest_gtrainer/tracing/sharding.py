@@ -232,6 +232,10 @@ def data_parallel(
             (the shard is another tensor), or fp16 reduction (FSDP2 divides before and after it: not
             modelled).
     """
+    if gradient_divide_factor is not None and not 0 < gradient_divide_factor < math.inf:
+        raise ValueError(
+            f"gradient_divide_factor={gradient_divide_factor!r}: give a finite number above 0"
+        )
     scalars = [fqn for fqn, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars and mode != "replicate":
         raise ValueError(

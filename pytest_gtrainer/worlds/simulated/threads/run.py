@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import math
 import threading
 import time
 import warnings
@@ -78,7 +79,7 @@ def run_threads(
         raise ValueError(
             f"run_threads: a net of {net.size} ranks for {size} ranks; make both the same"
         )
-    if not timeout > 0:
+    if not 0 < timeout < math.inf:
         raise ValueError(f"run_threads: timeout is a number of seconds above 0; not {timeout!r}")
 
     crew = _Crew(size, function, args, net, under)

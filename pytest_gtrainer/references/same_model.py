@@ -25,6 +25,7 @@ from pytest_gtrainer.arithmetic.mode import ArithmeticMode, CountReads
 from pytest_gtrainer.arithmetic.numbers import Numbers, numbers_of
 from pytest_gtrainer.arithmetic.prime import P, Prime
 from pytest_gtrainer.arithmetic.values import NoMeaning
+from pytest_gtrainer.facts import spell_some
 from pytest_gtrainer.proofs.anyorder import AnyOrder
 from pytest_gtrainer.proofs.contexts import has_real_ranks
 from pytest_gtrainer.proofs.in_numbers import (
@@ -112,14 +113,21 @@ def assert_same_model(
     Raises:
         AnotherFunction: the first gradient or loss that differs, the rank, the factor if it is a
             small fraction, and what would repair it.
-        ValueError: a mesh without names, or without one of ``data_dims``; equal batches; a
-            reference without gradients, or one that ``parallel`` has changed; other FQNs or
-            shapes; a pattern that matches nothing.
+        TypeError: the step returns something that is no loss.
+        ValueError: a mesh without names, or without one of ``data_dims``; a dimension in both of
+            ``data_dims`` and ``loss_dims``; equal batches; a reference without gradients, or one
+            that ``parallel`` has changed; other FQNs or shapes; a pattern that matches nothing.
     """
     __tracebackhide__ = True
     models = Models(parallel, reference, step, batch, data_dims, combine, local or {})
     _check_dims(mesh, data_dims, "data_dims")
     _check_dims(mesh, loss_dims, "loss_dims")
+    both = sorted({*data_dims} & {*loss_dims})
+    if both:
+        raise ValueError(
+            f"data_dims and loss_dims both have {', '.join(map(repr, both))}: along a dimension "
+            "ranks have other batches, and each its own loss, or they compute parts of one loss"
+        )
     _check_combine(combine, loss_dims)
     _check_local(models, mesh)
     _check_batches(models, data_coordinate(mesh, data_dims)[1])
@@ -486,7 +494,14 @@ def _join_losses(
         made.real.clear()
         made.exponents.clear()
     for ranks in groups_along(mesh, dims):
-        for coordinate in found[ranks[0]].losses:
+        coordinates = set().union(*(found[rank].losses for rank in ranks))
+        for coordinate in coordinates:
+            without = [rank for rank in ranks if coordinate not in found[rank].losses]
+            if without:
+                raise ValueError(
+                    f"the step returns no loss on rank {spell_some(without)}, and a part of it on "
+                    f"others along loss_dims={tuple(dims)}: return a part on each of them"
+                )
             parts = [found[rank].losses[coordinate] for rank in ranks]
             if isinstance(arithmetic, Numbers):
                 numbers = torch.stack([numbers_of(part) for part in parts])

@@ -142,14 +142,24 @@ class Models:
                     calls.followed(model, partial(elements_of, mode)) if follows else nullcontext()
                 ):
                     loss = self.step(model, *inputs)
+                if not isinstance(loss, Tensor):
+                    raise TypeError(
+                        f"the step returns {_spell_type(loss)} for the reference: return the loss"
+                    )
                 made.losses[coordinate] = elements_of(mode, loss)
                 made.exponents[coordinate] = exponents_of(mode, loss)
                 made.real[coordinate, total] = real_number(loss)
-                if follows:
+                if follows and loss.requires_grad:
                     backward(loss, scale)
                 losses.append(loss)
             if not follows:
-                backward(self._combined(losses), scale)
+                whole = self._combined(losses)
+                if not isinstance(whole, Tensor) or not whole.requires_grad:
+                    raise ValueError(
+                        "the loss of the reference depends on no parameter that requires a "
+                        "gradient: is it a constant, is it detached, or is the model frozen?"
+                    )
+                backward(whole, scale)
             _take_gradients(made, mode, model)
         return made
 
@@ -175,6 +185,11 @@ class Models:
         calls = made.calls[coordinate] = Calls()
         with calls.followed(model, partial(elements_of, mode)) if follows else nullcontext():
             loss = step(model, *inputs)
+        if loss is not None and not isinstance(loss, Tensor):
+            raise TypeError(
+                f"the step returns {_spell_type(loss)} for the parallel model: return the loss, or "
+                "None on a stage of a pipeline that has none"
+            )
         made.is_scaled = isinstance(loss, Tensor) and loss.requires_grad
         if made.is_scaled:
             backward(loss, elements)
@@ -258,6 +273,10 @@ class Models:
                 leaves[place] = leaf.detach().clone()
                 elements.make_abstract(leaves[place], ("batch", coordinate, place))
         return pytree.tree_unflatten(leaves, spec), total
+
+
+def _spell_type(value: object) -> str:
+    return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
 def backward(loss: Tensor, elements: Elements | None) -> None:

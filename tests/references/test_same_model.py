@@ -445,3 +445,64 @@ def test_softmax_in_parts_is_the_same_function():
 
     proof = assert_same_model(lambda: Attention(in_halves=True), Attention, squares, inputs)
     assert proof.kind == "reordered", str(proof)
+
+
+def of_no_parameter(model, tokens):
+    return torch.ones((), requires_grad=False)
+
+
+def detached(model, tokens):
+    return step(model, tokens).detach()
+
+
+NO_LOSSES = {
+    "None": (lambda model, tokens: None, TypeError, "returns None for the reference: return the"),
+    "a number": (lambda model, tokens: 1.0, TypeError, "returns a value of type float for the ref"),
+    "a constant": (of_no_parameter, ValueError, "depends on no parameter that requires a gradient"),
+    "detached": (detached, ValueError, "depends on no parameter that requires a gradient"),
+}
+
+
+@pytest.mark.parametrize("case", NO_LOSSES)
+def test_a_step_without_a_loss_to_differentiate(case):
+    own_step, error, words = NO_LOSSES[case]
+    with pytest.raises(error, match=words):
+        assert_same_model(make_model, make_model, own_step, batch)
+
+
+def test_a_model_of_which_nothing_is_trained():
+    def frozen():
+        return make_model().requires_grad_(False)
+
+    with pytest.raises(ValueError, match="depends on no parameter .* or is the model frozen"):
+        assert_same_model(frozen, frozen, step, batch)
+
+
+def test_a_parallel_step_that_returns_no_tensor():
+    def with_its_own_step():
+        return make_model(), lambda model, tokens: 1.0
+
+    with pytest.raises(TypeError, match="returns a value of type float for the parallel model"):
+        assert_same_model(with_its_own_step, make_model, step, batch)
+
+
+@pytest.mark.gt_world("simulated", size=2, mesh={"dp": 2, "cp": 1})
+def test_a_dimension_of_batches_and_of_parts_of_a_loss(gt_mesh):
+    with pytest.raises(ValueError, match="data_dims and loss_dims both have 'dp': along a dim"):
+        assert_same_model(ddp, make_model, step, batch, mesh=gt_mesh, loss_dims=("cp", "dp"))
+
+
+@pytest.mark.gt_world("simulated", size=2, mesh={"cp": 2})
+@pytest.mark.parametrize("without", [0, 1])
+def test_a_rank_without_its_part_of_a_loss(gt_mesh, without):
+    def parallel(mesh):
+        def on_some_ranks(model, tokens):
+            loss = step(model, tokens)
+            loss.backward()
+            return None if mesh.get_local_rank() == without else loss.detach()
+
+        return make_model(), on_some_ranks
+
+    parts = {"mesh": gt_mesh, "data_dims": (), "loss_dims": ("cp",)}
+    with pytest.raises(ValueError, match=f"returns no loss on rank {without}, and a part of it on"):
+        assert_same_model(parallel, make_model, step, batch, **parts)

@@ -253,6 +253,8 @@ def assert_no_less_accurate(
         raise ValueError("inputs and make_inputs=: give one of them")
     if not 0 < factor < math.inf:  # so that nan is refused, too
         raise ValueError(f"factor={factor!r}: give a finite number above 0, as 2.0")
+    if isinstance(seeds, int):
+        raise TypeError(f"seeds={seeds}: give the seeds themselves, such as range({seeds})")
     if not seeds:
         raise ValueError("seeds=() runs nothing: give one or more")
     if compiled is eager:

@@ -106,6 +106,8 @@ def assert_pass_bitwise(
 
     if is_same:
         raise SameGraph(f"{what} changed nothing: take record.passes(..., changed=True)")
+    if isinstance(seeds, int):
+        raise TypeError(f"seeds={seeds}: give the seeds themselves, such as range({seeds})")
     if len(set(seeds)) < 2:
         raise ValueError(
             f"seeds={list(seeds)}: give two different ones, to see that the outputs depend on the "

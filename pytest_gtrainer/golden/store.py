@@ -61,7 +61,7 @@ def read(path: Path, root: Path) -> str | None:
 
     if damage := _damage(raw, max(size, len(raw))):
         raise DamagedGolden(f"{spell_path(path, root)} {damage}: restore or remake it")
-    return normal(raw.decode("utf-8-sig"))
+    return normal(raw.decode("utf-8"))
 
 
 def _open_without_waiting(name: str, flags: int) -> int:
@@ -90,7 +90,11 @@ def linked_folders(root: Path) -> list[Path]:
 
 
 def normal(text: str) -> str:
-    """Return a text with ``\\n`` as its line ends, and with one at the end."""
+    """Return a text with ``\\n`` as its line ends, with one at the end, and without a byte-order
+    mark at its beginning.
+    """
+    # Of both sides, as an editor may add the mark to a file, and a text may begin with its own.
+    text = text.removeprefix("\ufeff")
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     return text if text.endswith("\n") else text + "\n"
 

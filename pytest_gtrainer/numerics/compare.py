@@ -23,7 +23,14 @@ from pytest_gtrainer._torch.values import strides_that_count
 from pytest_gtrainer.facts import counted, spell_some
 from pytest_gtrainer.graph.nodes import spell_dtype
 from pytest_gtrainer.numerics import bits
-from pytest_gtrainer.numerics.record import OUTSIDE_A_RUN, START, Record, Tensors, entries
+from pytest_gtrainer.numerics.record import (
+    OUTSIDE_A_RUN,
+    START,
+    Record,
+    Tensors,
+    entries,
+    vacant,
+)
 from pytest_gtrainer.numerics.verdict import PHASES, Difference, Key, Kind, Outcome, Verdict, where
 
 _MOST_NUMBERS = 4
@@ -61,6 +68,9 @@ def compare(actual: Tensors, expected: Tensors) -> Verdict:
             faults.append(f"not the same ranks: actual {actual!r}, expected {expected!r}")
 
     sides = entries(actual), entries(expected)
+    if all(sides):
+        faults += _only_vacant("actual", vacant(actual) - vacant(expected), sides[1])
+        faults += _only_vacant("expected", vacant(expected) - vacant(actual), sides[0])
     verdict = compare_entries(*sides, doubts, faults)
     if verdict.outcome == "equal":
         doubtful = (_shared(*sides), _nothing_but_empty(sides[1]), _not_a_proof(sides[1]))
@@ -70,6 +80,23 @@ def compare(actual: Tensors, expected: Tensors) -> Verdict:
             return replace(verdict, outcome="unverified", reasons=reasons)
 
     return verdict
+
+
+def _only_vacant(side: str, names: set[str], others: Mapping[Key, Tensor]) -> list[str]:
+    """Return a line on the places that hold nothing on one side, and do not exist on the other.
+
+    Args:
+        names: the places that are vacant on ``side`` alone.
+        others: the tensors of the other side. Those at these places are differences by themselves.
+    """
+    missing = []
+    for name in sorted(names):
+        within = (f"{name}.", f"{name}[")
+        if not any(key.name == name or key.name.startswith(within) for key in others):
+            missing.append(name)
+    if not missing:
+        return []
+    return [f"not the same structure: {side} alone has, and without a tensor, {spell_some(missing)}"]
 
 
 def _without_gradients(record: Record) -> list[tuple[int, int]]:

@@ -208,12 +208,14 @@ class OperatorVerdict:
         compared: the number of pairs of calls that were looked at.
         differing: pairs of calls, actual and expected, whose outputs differ.
         unaligned: operators that one side calls more often, with both counts.
+        reason: why nothing was compared, if the calls say otherwise.
     """
 
     outcome: Outcome
     compared: int
     differing: tuple[tuple[OperatorCall, OperatorCall], ...]
     unaligned: tuple[tuple[str, int, int], ...]
+    reason: str = ""
 
     @property
     def first(self) -> OperatorPlace | None:
@@ -225,6 +227,8 @@ class OperatorVerdict:
 
     def __str__(self) -> str:
         lines = [f"{self.outcome}: {len(self.differing)} of {counted(self.compared, 'operator')}"]
+        if self.reason:
+            lines.append(f"  {self.reason}")
         if self.differing:
             actual, expected = self.differing[0]
             lines += [
@@ -241,7 +245,10 @@ class OperatorVerdict:
 
 
 def compare_operators(actual: OperatorCapture, expected: OperatorCapture) -> OperatorVerdict:
-    """Align the calls of ``actual`` and ``expected`` by place, and compare their outputs."""
+    """Align the calls of ``actual`` and ``expected`` by place, and compare their outputs.
+
+    A capture against itself is unverified: there are no two runs.
+    """
     mine = Counter(call.place[:3] for call in actual.calls)
     theirs = Counter(call.place[:3] for call in expected.calls)
     unaligned = []
@@ -258,6 +265,10 @@ def compare_operators(actual: OperatorCapture, expected: OperatorCapture) -> Ope
                 differing.append((calls[call.place], call))
 
     outcome: Outcome = "equal" if compared else "unverified"
+    reason = ""
     if differing:
         outcome = "different"
-    return OperatorVerdict(outcome, compared, tuple(differing), tuple(unaligned))
+    elif compared and any(call is calls.get(call.place) for call in expected.calls):
+        outcome = "unverified"
+        reason = "actual and expected are the same capture, so nothing was compared: run each side"
+    return OperatorVerdict(outcome, compared, tuple(differing), tuple(unaligned), reason)

@@ -90,6 +90,9 @@ class Record:
             )
         if rank is not None and not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in a world of {world_size}")
+        # Else the first large tensor fails, after the first step of the run.
+        if spool is not None and not os.path.isdir(spool):
+            raise ValueError(f"spool={os.fspath(spool)!r} is no folder: make it before the run")
         self.world_size = world_size
         self.rank = rank
         self.meta = dict(meta or {})
@@ -326,18 +329,40 @@ def entries(value: Tensors) -> dict[Key, Tensor]:
     return found
 
 
+def _parts_of(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield f"{name}.{key}" if name else str(key), part
+    else:
+        for index, part in enumerate(value):
+            yield f"{name}[{index}]", part
+
+
+def vacant(value: Any, name: str = "") -> set[str]:
+    """Return the names of the places inside ``value`` that hold None, or an empty list, tuple or
+    mapping.
+
+    >>> sorted(vacant({"a": None, "b": [torch.ones(1), ()]}))
+    ['a', 'b[1]']
+    """
+    found: set[str] = set()
+    if isinstance(value, (Mapping, list, tuple)) and value:
+        for own_name, part in _parts_of(value, name):
+            found |= vacant(part, own_name)
+    elif name and (value is None or isinstance(value, (Mapping, list, tuple))):
+        found.add(normalised(name))
+    return found
+
+
 def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield from parts(name, value)
     elif isinstance(value, nn.Module):
         yield from _named(dict(value.named_parameters(remove_duplicate=False)), name)
         yield from _named(dict(value.named_buffers(remove_duplicate=False)), name)
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _named(part, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, (list, tuple)):
-        for index, part in enumerate(value):
-            yield from _named(part, f"{name}[{index}]")
+    elif isinstance(value, (Mapping, list, tuple)):
+        for own_name, part in _parts_of(value, name):
+            yield from _named(part, own_name)
     elif value is not None or not name:
         where = f" at {name!r}" if name else ""
         raise TypeError(f"expected tensors, got {type(value).__name__}{where}")

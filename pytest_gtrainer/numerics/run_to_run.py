@@ -357,11 +357,18 @@ def assert_run_to_run(
     Raises:
         BitwiseDifference: naming the pressure, and the difference at its origin; or the second run
             returns what the first one made.
+        TypeError: one of ``pressures`` is none.
         ValueError: less than two runs.
     """
     __tracebackhide__ = True
     if runs < 2:
         raise ValueError(f"runs={runs}: one run has nothing to be compared with")
+    for pressure in pressures:
+        if not isinstance(pressure, Pressure):
+            raise TypeError(
+                f"pressures has {pressure!r}: give a Pressure(name, run), or some of PRESSURES: "
+                f"{', '.join(each.name for each in PRESSURES)}"
+            )
     report, cuda_started = RunToRun(), torch.cuda.is_initialized()
     last: Tensors = {}
 

@@ -10,7 +10,7 @@ import itertools
 import unittest
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -19,7 +19,7 @@ from pytest_gtrainer.numerics.compare import assert_bitwise_different, assert_bi
 from pytest_gtrainer.numerics.record import Tensors
 from pytest_gtrainer.numerics.verdict import Verdict
 
-Claim = Literal["equal", "different", "refused", "not judged"]
+Claim = Literal["equal", "different", "refused", "not judged", "unknown"]
 Judge = Callable[[Tensors, Tensors], None]
 
 
@@ -65,7 +65,8 @@ class Rule:
     """A claim about the cells that have some settings.
 
     Attributes:
-        claim: "equal", "different" (known, with its reason), "refused", or "not judged".
+        claim: "equal", "different" (known, with its reason), "refused", or "not judged". A cell
+            that no rule fits is "unknown".
         where: settings by axis, one value or a tuple of them; empty fits every cell.
         to: what it is equal to.
         reason: why it differs or cannot be judged; of a refusal, words of its ValueError or
@@ -80,6 +81,9 @@ class Rule:
     needs_gpu: bool = False
 
     def __post_init__(self) -> None:
+        if self.claim not in get_args(Claim):
+            claims = ", ".join(map(repr, get_args(Claim)[:-1]))
+            raise ValueError(f"a rule claims {self.claim!r}: use one of {claims}")
         if self.claim == "equal" and not self.to:
             raise ValueError(
                 "a rule that claims equality says what to: Rule('equal', to='eager fully_shard')"
@@ -133,9 +137,10 @@ class Sweep:
         products = itertools.product(*self.axes.values())
         return [Cell(tuple(zip(self.axes, values, strict=True))) for values in products]
 
-    def rule(self, cell: Cell) -> Rule | None:
-        """Return the first rule that fits."""
-        return next((rule for rule in self.rules if rule.fits(cell)), None)
+    def rule(self, cell: Cell) -> Rule:
+        """Return the first rule that fits; one that claims "unknown" if none does."""
+        unknown = Rule("unknown", reason="no rule fits")
+        return next((rule for rule in self.rules if rule.fits(cell)), unknown)
 
     def judging(self, cell: Cell) -> "Judging":
         """Return a ``with`` block whose value compares the two sides of a cell as its rule demands.
@@ -163,8 +168,8 @@ class Judging:
     def __enter__(self) -> Judge:
         __tracebackhide__ = True
         rule, name = self._rule, self._sweep.name
-        if rule is None:
-            self._report("UNKNOWN", "no rule fits")
+        if rule.claim == "unknown":
+            self._report("UNKNOWN", rule.reason)
             raise UnknownCell(
                 f"sweep {name!r} claims nothing about {self._cell}: add a rule that fits it"
             )
@@ -185,7 +190,6 @@ class Judging:
     def __exit__(self, kind: type | None, error: object, _: object) -> bool:
         __tracebackhide__ = True
         rule = self._rule
-        assert rule is not None
         if rule.claim == "refused":
             self._refusals.__exit__(None, None, None)
         if rule.claim == "refused" and kind is None:

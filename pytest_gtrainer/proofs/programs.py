@@ -163,6 +163,8 @@ class Program(ABC):
 def _made(mode: ArithmeticMode, tensor: Tensor) -> Made:
     if tensor.layout is not torch.strided:
         raise NoMeaning(f"a result or an input of layout {tensor.layout}")
+    if tensor.is_meta:
+        raise NoMeaning("a result or an input on the meta device, which holds no numbers")
     if tensor.is_quantized:
         raise NoMeaning(f"a result or an input of {tensor.dtype}, which has scales beside numbers")
     value = mode.shadows.read(tensor)

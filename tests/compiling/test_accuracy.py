@@ -229,6 +229,8 @@ def test_what_is_refused():
         assert_no_less_accurate(lambda x: x, lambda x: x.view(torch.int32) >> 1, x())
     with pytest.raises(ValueError, match="give one of them"):
         assert_no_less_accurate(Model(), model, x(), make_inputs=lambda seed: (x(seed),))
+    with pytest.raises(TypeError, match=r"seeds=3: give the seeds themselves, such as range\(3\)"):
+        assert_no_less_accurate(Model(), model, x(), seeds=3)
 
 
 def test_other_results_are_said_so():

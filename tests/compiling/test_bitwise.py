@@ -131,6 +131,8 @@ def test_what_cannot_fail_is_refused():
         assert_pass_bitwise(run_of(Rescale(2.0), lambda x: (x.abs() * 0).relu(), torch.ones(2, 3)))
     with pytest.raises(ValueError, match=r"seeds=\[0\]: give two different ones"):
         assert_pass_bitwise(record.passes("Rescale", changed=True)[0], seeds=[0])
+    with pytest.raises(TypeError, match=r"seeds=3: give the seeds themselves, such as range\(3\)"):
+        assert_pass_bitwise(record.passes("Rescale", changed=True)[0], seeds=3)
 
 
 def test_a_copy_of_a_graph_is_the_same_graph():

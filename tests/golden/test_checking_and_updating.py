@@ -32,6 +32,13 @@ def test_update_creates_then_the_golden_is_equal(run_here, goldens):
     result.stdout.fnmatch_lines(["goldens   1 equal"])
 
 
+def test_a_text_that_begins_with_a_byte_order_mark_equals_itself(run_here):
+    test = "def test_a(gt_golden): gt_golden.check('\\ufeffone')"
+    run_here(test, "--gt-update-goldens").stdout.fnmatch_lines(["goldens   1 created"])
+    run_here(None).stdout.fnmatch_lines(["goldens   1 equal"])
+    run_here(ONE).stdout.fnmatch_lines(["goldens   1 equal"])
+
+
 def test_a_difference_fails_until_it_is_accepted(run_here, goldens):
     run_here(ONE, "--gt-update-goldens")
     result = run_here(TWO)

@@ -56,6 +56,7 @@ def test_paths():
 
 def test_files(tmp_path):
     assert normal("a\r\nb") == "a\nb\n"
+    assert normal("\ufeff\ufeffa\n") == "\ufeffa\n", "one mark, as when a file is read"
     found = [_damage(raw, len(raw)) for raw in (b"", b"a\xff", b"a\0", b"a")]
     assert found == ["is empty", "is not valid UTF-8 at byte 1", "has a NUL byte at byte 1", None]
     read_only = OSError(errno.EROFS, "Read-only file system")

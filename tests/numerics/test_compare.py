@@ -59,6 +59,21 @@ class TestEqual:
     def test_gradients_that_are_none_on_both_sides(self):
         assert compare([torch.ones(1), None], [torch.ones(1), None]).compared == 1
 
+    @pytest.mark.parametrize("nothing", [None, [], {}, ()], ids=repr)
+    def test_nothing_has_a_place_too(self, nothing):
+        """What returns None in a place is no function that returns less."""
+        one, less = [torch.ones(1), nothing], [torch.ones(1)]
+        words = "not the same structure: {} alone has, and without a tensor, [1]"
+        assert words.format("actual") in str(compare(one, less))
+        assert words.format("expected") in str(compare(less, tuple(one)))
+        assert compare(one, [torch.ones(1), None]).outcome == "equal"
+        named = {"a": {"b": nothing}, "c": torch.ones(1)}
+        verdict = compare(named, {"c": torch.ones(1)})
+        assert (verdict.outcome, verdict.reasons[0][-3:]) == ("different", "a.b")
+        # A tensor that is missing is a difference by itself.
+        verdict = compare(named, {"a": {"b": [torch.ones(1)]}, "c": torch.ones(1)})
+        assert (verdict.outcome, verdict.reasons) == ("different", ())
+
     def test_the_order_of_names_does_not_count(self):
         a, b = torch.ones(1), torch.zeros(1)
         assert compare({"a": a, "b": b}, {"b": b.clone(), "a": a.clone()}).outcome == "equal"

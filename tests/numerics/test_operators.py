@@ -279,3 +279,13 @@ def test_calls_without_a_tensor_of_values_have_no_place():
         len(runs[1].calls),
     )
     assert len(runs[0].calls) == len(runs[1].calls) + 1
+
+
+def test_a_capture_against_itself_compares_nothing():
+    """As a record against itself: there are no two runs."""
+    own = eager(Net())
+    verdict = compare_operators(own, own)
+    assert verdict.outcome == "unverified"
+    assert "  actual and expected are the same capture" in str(verdict)
+    assert compare_operators(own, OperatorCapture(calls=list(own.calls))).outcome == "unverified"
+    assert compare_operators(own, eager(Net())).outcome == "equal"

@@ -209,6 +209,14 @@ def test_every_dtype_survives_the_disk(tmp_path, dtype: torch.dtype):
     assert_bitwise_different(Record.load(tmp_path / "run"), record)
 
 
+@pytest.mark.parametrize("name", ["missing", "a_file"])
+def test_a_spool_that_is_no_folder(tmp_path, name: str):
+    """At once, not at the first large tensor."""
+    (tmp_path / "a_file").write_text("")
+    with pytest.raises(ValueError, match=rf"spool='.*{name}' is no folder: make it before the run"):
+        Record(spool=tmp_path / name)
+
+
 def test_large_tensors_are_written_piece_by_piece(tmp_path, monkeypatch: pytest.MonkeyPatch):
     """A spooled record maps its file at once, so the last piece may not wait in a buffer."""
     monkeypatch.setattr(records, "_PIECE", 64)

@@ -596,6 +596,12 @@ def test_one_run_is_refused():
         assert_run_to_run(repeatable, 1)
 
 
+def test_a_pressure_that_is_none_is_refused():
+    """Before the function runs."""
+    with pytest.raises(TypeError, match=r"pressures has 'foo': give a Pressure\(name, run\), or some"):
+        assert_run_to_run(lambda: 1 / 0, pressures=(*PRESSURES, "foo"))
+
+
 def test_no_tensor_is_lost_to_a_name_that_reads_like_another():
     assert len(kept({"": torch.ones(1), "the tensor": torch.zeros(1)})) == 2
 

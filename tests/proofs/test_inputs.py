@@ -264,6 +264,17 @@ def test_sparse_gradients_are_unknown():
     assert "torch.sparse_coo" in proof.reason
 
 
+def test_a_result_without_numbers_is_unknown():
+    x = torch.ones(2)
+    for sides in (
+        (lambda x: x * 1, lambda x: (x * 1).to("meta")),
+        (lambda x: (x * 1).to("meta"), lambda x: (x * 1).to("meta")),
+    ):
+        proof = prove(*sides, inputs=(x,))
+        assert proof.kind == "unknown"
+        assert "on the meta device, which holds no numbers" in proof.reason
+
+
 def test_an_unknown_is_raised_by_name_outside_of_a_proof():
     assert issubclass(NoMeaning, NotImplementedError)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pytest_gtrainer import Rule, Sweep, facts
+from pytest_gtrainer.numerics.sweep import UnknownCell
 
 TEST = """
     import pytest, torch
@@ -190,6 +191,17 @@ def test_the_first_rule_that_fits_counts():
     }
 
 
+def test_a_cell_that_no_rule_fits():
+    """The loop of docs/numerics.md asks for the claim first."""
+    sweep = Sweep("s", {"a": (1, 2)}, [Rule("equal", {"a": 1}, to="x")])
+    assert [sweep.rule(cell).claim for cell in sweep.cells] == ["equal", "unknown"]
+    with (
+        pytest.raises(UnknownCell, match="sweep 's' claims nothing about a2: add a rule"),
+        sweep.judging(sweep.cells[1]),
+    ):
+        raise AssertionError("the block runs")
+
+
 def test_a_rule_that_needs_a_gpu_gives_way_where_there_is_one(monkeypatch: pytest.MonkeyPatch):
     rules = [Rule("not judged", reason="needs a GPU", needs_gpu=True), Rule("equal", to="eager")]
     sweep = Sweep("s", {"a": (1,)}, rules)
@@ -205,6 +217,7 @@ def test_a_rule_that_needs_a_gpu_gives_way_where_there_is_one(monkeypatch: pytes
     [
         (lambda: Rule("equal"), "a rule that claims equality says what to"),
         (lambda: Rule("different"), "a rule that claims 'different' needs its reason"),
+        (lambda: Rule("eqaul", to="x", reason="y"), "claims 'eqaul': use one of 'equal', 'diff"),
         (
             lambda: Sweep("s", {"a": (1,)}, [Rule("equal", {"b": 1}, to="x")]),
             "speaks of b=1, which no cell has",

@@ -474,7 +474,7 @@ def test_a_model_of_which_nothing_is_trained():
     def frozen():
         return make_model().requires_grad_(False)
 
-    with pytest.raises(ValueError, match="depends on no parameter .* or is the model frozen"):
+    with pytest.raises(ValueError, match=r"depends on no parameter .* or is the model frozen"):
         assert_same_model(frozen, frozen, step, batch)
 
 

@@ -175,8 +175,8 @@ class ReportPlugin:
         fails = has_moved and options.get(self.config, "moved") == "fail"
         if fails:
             lines.append("--gt-moved=fail: this run fails, because tests have moved")
-        if (fails or is_in_vain) and self._session.exitstatus == pytest.ExitCode.OK:
-            self._session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if fails or is_in_vain:
+            self._fail_run()
         return lines
 
     def _write(self) -> list[tuple[str, bool]]:
@@ -208,7 +208,13 @@ class ReportPlugin:
                 lines += [(line, False) for line in self._describe_moves(run)]
             if self.earlier is not None:
                 lines.append((run.summary[-1], False))
-            for name, path in self.paths.items():
+        except Exception as error:
+            self._fail_run()
+            wanted = " and ".join(shown) or "comparison"
+            return [*lines, (f"no {wanted}: {type(error).__name__}: {error}", True)]
+
+        for name, path in self.paths.items():
+            try:
                 content = writers[name](run).encode("utf-8", "backslashreplace")
                 # The page of a job on GitHub is one file, to which each step appends.
                 is_job_page = str(path) == os.environ.get("GITHUB_STEP_SUMMARY")
@@ -216,11 +222,17 @@ class ReportPlugin:
                 with path.open(mode) as file:
                     file.write(content)
                 lines.append((f"{name} in {shown[name]}", False))
-        except Exception as error:  # the run has ended, and its result stands without a page
-            wanted = " and ".join(shown) or "comparison"
-            lines.append((f"no {wanted}: {type(error).__name__}: {error}", True))
+            except Exception as error:  # the other file may still be written
+                self._fail_run()
+                why = f"{type(error).__name__}: {error}"
+                lines.append((f"no {name} in {shown[name]}: {why}", True))
 
         return lines
+
+    def _fail_run(self) -> None:
+        """Let a run fail that was green, as where a file that somebody asked for is missing."""
+        if self._session.exitstatus == pytest.ExitCode.OK:
+            self._session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def describe_run(config: pytest.Config) -> str:

@@ -346,7 +346,9 @@ class ConformanceTable:
                 table[name][rule] = {column: row[column] for column in _RULE[1:]}
         try:
             self._file.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:  # the run has ended, and its result stands without a table
+        except OSError as error:
+            if session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
             self._is_not_written = f"no table of conformance: {type(error).__name__}: {error}"
 
 

@@ -197,6 +197,14 @@ def test_a_pass_that_claims_no_rule_is_named(tmp_path):
     assert "idle      1 conformance of does_nothing: no rule is claimed" in done.output
 
 
+def test_a_run_without_its_table_fails(tmp_path):
+    """The disk is full at the end of the run."""
+    command = ("-p", "no:cacheprovider", "--gt-gpus=4", "--gt-conformance=/dev/full")
+    done = run_project(tmp_path, *command, files={"test_it.py": UNCLAIMED})
+    assert done.status == 1
+    assert "no table of conformance: OSError" in done.output
+
+
 def test_the_ini_twins_of_these_options_ask_for_nothing(tmp_path):
     """The twin: a project may set them for all runs."""
     ini = "[pytest]\ngt_conformance_against = table.json\ngt_kind = bucketing\n"

@@ -178,6 +178,21 @@ def test_a_page_that_cannot_be_written_stops_the_run_before_it_starts(pytester, 
     result.stderr.fnmatch_lines([f"ERROR: --gt-report={where}*"])
 
 
+@pytest.mark.parametrize("options", [(), ("-p", "no:terminal")], ids=["terminal", "silent"])
+@pytest.mark.parametrize("full", ["report", "summary"])
+def test_a_run_fails_without_a_file_that_was_asked_for(pytester, full, options):
+    """The disk is full at the end of the run; the other file is written."""
+    pytester.makepyfile("def test_green(): pass")
+    files = {"report": "r.html", "summary": "s.md", full: "/dev/full"}
+    given = [f"--gt-{name}={file}" for name, file in files.items()]
+    result = pytester.runpytest_inprocess(*options, *given)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    if not options:
+        result.stdout.fnmatch_lines([f"gtrainer: no {full} in /dev/full: OSError: *No space left*"])
+    other = "summary" if full == "report" else "report"
+    assert (pytester.path / files[other]).read_text()
+
+
 def report(outcome, when="call", **attributes):
     made = pytest.TestReport("a", ("a.py", 0, "a"), {}, outcome, None, when)
     for name, value in attributes.items():

@@ -3,7 +3,8 @@ graph's generated code.
 
 An *allocation* is held from the node that makes it to the last use of any name that shows it,
 inputs and constants throughout. Views, writes in place, ``out=`` and waits show an operand's
-memory, as schemas say; Python functions and higher-order operators if storages are shared. A
+memory, as schemas say; Python functions and higher-order operators if storages are shared. What an
+operand is resized to counts from where it was made. A
 gather, reduce-scatter or exchange holds its operands until it is waited for, as NCCL does. A graph
 inside the graph adds what it makes at the node that runs it. Not seen: workspaces inside an
 operator, an allocator's rounding and fragments, what happens outside of the graph.
@@ -40,6 +41,7 @@ from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopt
 from pytest_gtrainer.graph.nodes import (
     BACKWARD,
     DYNAMIC_DIMS,
+    argument_of,
     arguments_given,
     direction,
     graphs_called,
@@ -47,6 +49,7 @@ from pytest_gtrainer.graph.nodes import (
     is_wait,
     node_fqn,
     places_of,
+    short_name,
     tensors_in,
 )
 
@@ -61,6 +64,8 @@ _SHOW_OPERAND = (
 )
 """Operators that show their operand's memory although their schema does not say so; waits do, too.
 """
+_RESIZE = ("resize_", "resize_as_", "_resize_output_", "set_")
+"""Operators after which an operand has other memory; so it may have after those with ``out=``."""
 _OF_OPTIMIZER = re.compile(
     r"\.(exp_avg|exp_avg_sq|max_exp_avg_sq|exp_inf|momentum_buffer|square_avg|acc_delta|step)$"
 )
@@ -311,6 +316,9 @@ class _Liveness:
                     self.values[node] = self._held(node)
                 continue
             value = self.values[node] = self._result(node)
+            if isinstance(node.target, OpOverload):
+                self._resize(node)
+                value = self.values[node]
             for user in node.users:
                 self._extend(_allocations(value), self._order[user])
             if launches(node.target) and node.target.namespace in _FUNCTIONAL:
@@ -344,6 +352,8 @@ class _Liveness:
             value = node.meta.get("val")
             if "val" not in node.meta and node.users:
                 raise self._without_value(node)
+            if value is None and _is_read_as_tensor(node):
+                raise self._of_unknown_size(node, "a sparse tensor")
 
         value = self._by_storages(node, value, self._held_storages)
         for allocation in _allocations(value):
@@ -380,6 +390,9 @@ class _Liveness:
                 raise self._without_value(node)
             return None
 
+        if node.meta["val"] is None and _returns_a_tensor(target):
+            # A trace on real tensors keeps no value of a sparse one.
+            raise self._of_unknown_size(node, "a sparse tensor")
         if isinstance(target, OpOverload) and not is_composite(target):
             return self._by_schema(node)
         return self._by_operands(node)
@@ -429,7 +442,8 @@ class _Liveness:
 
             def show(tensor: Tensor, left: Any = left) -> frozenset[Allocation]:
                 return next(left, None) or frozenset(
-                    self._new(node, part, self._span(node, part)) for part in parts_of(tensor)
+                    self._new(node, part, self._span(node, part))
+                    for part in self._parts(node, tensor)
                 )
 
             results.append(pytree.tree_map_only(Tensor, show, result))
@@ -455,13 +469,67 @@ class _Liveness:
         """
 
         def show(tensor: Tensor) -> frozenset[Allocation]:
-            for part in parts_of(tensor):
+            for part in self._parts(node, tensor):
                 if storage_id(part) not in known:
                     nbytes = self._number(node, part.untyped_storage().nbytes())
                     known[storage_id(part)] = self._new(node, part, nbytes)
             return frozenset(known[storage_id(part)] for part in parts_of(tensor))
 
         return pytree.tree_map_only(Tensor, show, value)
+
+    def _parts(self, node: fx.Node, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors with memory of a tensor.
+
+        Raises:
+            ValueError: one is sparse, or nested in one piece, so that no metadata has its bytes.
+        """
+        parts = parts_of(tensor)
+        for part in parts:
+            if part.layout is not torch.strided:
+                layout = str(part.layout).removeprefix("torch.")
+                raise self._of_unknown_size(node, f"of layout {layout}")
+            if part.is_nested:
+                raise self._of_unknown_size(node, "a nested tensor that is not jagged")
+        return parts
+
+    def _resize(self, node: fx.Node) -> None:
+        """Let operands grow that an operator may resize, and keep what ``set_`` shows alive.
+
+        They have their last size from where they are made, as earlier names show them, too.
+        """
+        name = short_name(node)
+        operands = node.all_input_nodes
+        if name == "resize_storage_bytes_":
+            nbytes = self._number(node, argument_of(node, "new_size"))
+            self._grow(node, self.values[operands[0]], nbytes, None)
+            return
+        given = [value for argument, value in arguments_given(node) if argument.is_out]
+        if name in _RESIZE:
+            given = operands[:1]
+        if name == "set_" and len(operands) > 1:
+            # It shows the other's memory. Its own stays alive, too, as views may show it.
+            both = self.values[operands[0]], self.values[operands[1]]
+            shown = frozenset(_allocations(both))
+            self.values[node] = self.values[operands[0]] = shown
+            for user in operands[0].users:
+                self._extend(shown, self._order[user])
+            return
+        results = tensors_in(node.meta.get("val"))
+        for operand, result in zip(given, results, strict=False):
+            if isinstance(operand, fx.Node) and len(parts_of(result)) == 1:
+                self._grow(node, self.values[operand], self._span(node, result), result)
+
+    def _grow(self, node: fx.Node, value: Any, nbytes: int, result: Tensor | None) -> None:
+        """Let the memory of a value have at least so many bytes; the smaller one is copied."""
+        allocations = _allocations(value)
+        if len(allocations) != 1:
+            return
+        (allocation,) = allocations
+        if allocation.nbytes < nbytes:
+            if allocation.nbytes and allocation.tensor is not None:
+                self._new(node, allocation.tensor, allocation.nbytes)
+            allocation.nbytes = nbytes
+            allocation.tensor = result
 
     def _new(self, node: fx.Node, tensor: Tensor, nbytes: int) -> Allocation:
         place = self._order[node]
@@ -489,6 +557,12 @@ class _Liveness:
             'unknown: trace on fake tensors (make_fx(..., tracing_mode="fake"), torch.compile, '
             "torch.export), or run "
             "torch.fx.passes.fake_tensor_prop.FakeTensorProp(gm).propagate(*inputs) first"
+        )
+
+    def _of_unknown_size(self, node: fx.Node, what: str) -> ValueError:
+        return ValueError(
+            f"{node.name} ({_call_text(node)}) is {what}, and how many bytes it holds is known only "
+            "when the graph runs: no bound of this graph can be checked"
         )
 
     def _run_bodies(self, node: fx.Node, bodies: Sequence[fx.GraphModule]) -> Any:
@@ -619,6 +693,24 @@ def _has_layout_of_whole(tensor: Tensor, value: Tensor) -> bool:
         return False
     # Symbolic extents would get guards from is_contiguous().
     return all(type(extent) is int for extent in tensor.shape) and tensor.is_contiguous()
+
+
+def _returns_a_tensor(target: object) -> bool:
+    """Return whether an operator returns one tensor, or a list of them, and never None."""
+    if not isinstance(target, OpOverload):
+        return False
+    returned = [str(each.type) for each in schema(target).returns]
+    return returned in (["Tensor"], ["List[Tensor]"])
+
+
+def _is_read_as_tensor(node: fx.Node) -> bool:
+    """Return whether an operator reads a node where it takes a tensor, and not None."""
+    for user in node.users:
+        if isinstance(user.target, OpOverload):
+            for argument, given in arguments_given(user):
+                if given is node and str(argument.type) == "Tensor":
+                    return True
+    return False
 
 
 def _is_shown(argument: Any, result: Any) -> bool:

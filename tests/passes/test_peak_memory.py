@@ -514,6 +514,61 @@ def test_sizes_that_only_the_run_knows_are_given_by_their_symbols():
     assert peak_memory(gm, sizes={"u0": 3}).peak == 8 + 128 + 3 * 8 + 3 * 16
 
 
+X = torch.ones(1024)  # 4 KiB
+INDICES = torch.arange(16)[None]
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "says"),
+    [
+        (lambda x: x.to_sparse().to_dense(), (X,), r"_to_sparse \(aten._to_sparse.default\) is "),
+        (lambda x: x.to_dense(), (X.to_sparse(),), r"x_1 \(x_1\) is "),
+        (lambda x: torch.cat([x, x]), (X.to_sparse(),), "sparse"),
+        (lambda x: x.view(32, 32).to_sparse_csr().values(), (X,), "_to_sparse_csr"),
+        (lambda i, v: torch.sparse_coo_tensor(i, v, (99,)), (INDICES, X[:16]), "_sparse_coo"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["real", "fake"])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_sparse_tensor_is_refused_by_name(function, given, says, mode):
+    """A trace on real tensors has None in its place, which would count as no bytes."""
+    if mode == "real" and "csr" in says:
+        pytest.skip("make_fx cannot trace it")
+    gm = make_fx(function, tracing_mode=mode)(*given)
+    with pytest.raises(ValueError, match=f"{says}.*known only when the graph runs"):
+        assert_peak_memory(gm, at_most="1 GiB")
+
+
+def keeps_what_set_shows(x):
+    y = x.new_empty(10).set_(x.exp())
+    return y.cos() + y.sin()
+
+
+@pytest.mark.parametrize(
+    ("function", "peak"),
+    [
+        (lambda x: x.new_empty(10).resize_(100_000).sum(), 4096 + 40 + 400_000),
+        (lambda x: x.new_empty(10).resize_(5).sum(), 4096 + 40 + 4),
+        (lambda x: x.new_empty(10).resize_as_(x).sum(), 4096 + 40 + 4096),
+        (keeps_what_set_shows, 4096 + 40 + 4 * 4096 - 4096),
+        (lambda x: torch.add(x, 1, out=x.new_empty(0)), 4096 + 4096),
+        (lambda x: torch.max(x, 0, out=(x.new_empty(0), x.new_empty(0).long())), 4096 + 4 + 8),
+        (lambda x: torch.ops.inductor.resize_storage_bytes_(x.sin(), 9000), 4096 + 4096 + 9000),
+    ],
+)
+def test_what_a_tensor_is_resized_to_counts(function, peak):
+    """The smaller memory is there until it is copied."""
+    assert peak_memory(make_fx(function, tracing_mode="fake")(X)).peak == peak
+
+
+def test_the_first_name_of_what_has_grown_shows_it():
+    gm = make_fx(lambda x: x.new_empty(10).resize_(100_000).sum())(X)
+    _, empty, resized, total, _ = gm.graph.nodes
+    total.args = (empty,)
+    assert resized.users == {}
+    assert peak_memory(gm).curve[total.name] == 4096 + 400_000 + 4
+
+
 def test_sizes_with_an_example_take_it():
     found = []
 

@@ -32,9 +32,9 @@ from pytest_gtrainer.numerics.bits import copied
 from pytest_gtrainer.numerics.compare import BitwiseDifference, compare
 from pytest_gtrainer.numerics.determinism import DebugConfig, active, deterministic
 from pytest_gtrainer.numerics.graph_run import has_storage
-from pytest_gtrainer.numerics.record import Record, Tensors, entries
+from pytest_gtrainer.numerics.record import Record, Tensors, entries, vacant
 
-Kept = Record | dict[Any, torch.Tensor]
+Kept = Record | dict[Any, torch.Tensor | None]
 Function = Callable[[], Tensors]
 _POOL = 32  # streams of one priority that torch has for a device
 
@@ -54,13 +54,19 @@ class Pressure:
 
 
 def kept(value: Tensors) -> Kept:
-    """Return copies of all tensors by name; a record, which holds copies, as it is."""
+    """Return copies of all tensors by name; a record, which holds copies, as it is.
+
+    A place without a tensor keeps its name, with None: another run may have one there, or no place.
+    """
     if isinstance(value, Record):
         return value
     found = entries(value)
     if any(key.phase for key in found):  # of ``Record.select``: a name occurs at many places
         return {key: copied(tensor) for key, tensor in found.items()}
-    return {key.name: copied(tensor) for key, tensor in found.items()}
+    named: dict[Any, torch.Tensor | None] = dict.fromkeys(vacant(value))
+    for key, tensor in found.items():
+        named[key.name] = copied(tensor)
+    return named
 
 
 def memory_of(value: Tensors) -> list[Any]:

@@ -223,12 +223,16 @@ def _check_types(config: TrainConfig) -> None:
 
 
 def _shown(value: object) -> str:
-    """Spell a value with its type.
+    """Spell a value with its type, or the type alone if the value takes more than a few words.
 
-    >>> _shown(3), _shown("no"), _shown(None)
-    ('3, of type int', "'no', of type str", 'None')
+    >>> _shown(3), _shown("no"), _shown(None), _shown([1] * 99)
+    ('3, of type int', "'no', of type str", 'None', 'of type list')
     """
-    return "None" if value is None else f"{value!r}, of type {type(value).__name__}"
+    if value is None:
+        return "None"
+    words = repr(value)
+    own_type = f"of type {type(value).__name__}"
+    return own_type if len(words) > 60 or "\n" in words else f"{words}, {own_type}"
 
 
 def _check_numbers(config: TrainConfig) -> None:

@@ -59,6 +59,19 @@ class MixedPrecisionPolicy:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype"):
+            dtype = getattr(self, name)
+            if dtype is None:
+                continue
+            # No parameter of another dtype can require a gradient.
+            if not isinstance(dtype, torch.dtype) or not (
+                dtype.is_floating_point or dtype.is_complex
+            ):
+                raise TypeError(
+                    f"{name}={dtype!r}: give a floating-point dtype, such as torch.bfloat16, or None"
+                )
+
 
 def default_reduce_dtype(param_dtype: torch.dtype | None, parameter: torch.dtype) -> torch.dtype:
     """Return the dtype that FSDP2 of the installed torch reduces in if the policy names none."""

@@ -63,7 +63,7 @@ class TestEqual:
     def test_nothing_has_a_place_too(self, nothing):
         """What returns None in a place is no function that returns less."""
         one, less = [torch.ones(1), nothing], [torch.ones(1)]
-        words = "not the same structure: {} alone has, and without a tensor, [1]"
+        words = "not the same structure: only {} has a place for a tensor at [1]"
         assert words.format("actual") in str(compare(one, less))
         assert words.format("expected") in str(compare(less, tuple(one)))
         assert compare(one, [torch.ones(1), None]).outcome == "equal"

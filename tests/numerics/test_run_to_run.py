@@ -606,6 +606,13 @@ def test_no_tensor_is_lost_to_a_name_that_reads_like_another():
     assert len(kept({"": torch.ones(1), "the tensor": torch.zeros(1)})) == 2
 
 
+def test_a_run_that_returns_none_in_a_place_of_its_own():
+    """The second run returns less: no tensor differs."""
+    nothing = iter([[None], [], [None]])
+    with pytest.raises(BitwiseDifference, match=r"only expected has a place for a tensor at \[1\]"):
+        assert_run_to_run(lambda: [torch.ones(1), *next(nothing)], 2, pressures=())
+
+
 @pytest.mark.parametrize("phase", ["loss", "weight"])
 @pytest.mark.parametrize("which", [0, 1])
 def test_entries_of_a_record_that_read_alike_are_both_compared(phase: str, which: int):

@@ -395,7 +395,11 @@ WRONG_TYPES = {
     ),
     "mesh=None": ({"mesh": None}, "mesh is None: expected DeviceMesh"),
     "context=None": ({"context": None}, "context is None: give a function; leave it out for none"),
-    "optimizer": ({"optimizer": 3}, "optimizer is 3, of type int: give a function"),
+    "optimizer=3": ({"optimizer": 3}, "optimizer is 3, of type int: give a function"),
+    "an optimizer": (
+        {"optimizer": torch.optim.SGD(Net().parameters())},
+        "optimizer is of type SGD: give a function",
+    ),
     "model": ({"model": Net()}, "model is a Net: give a function that builds it"),
     "replicate='no'": ({"replicate": "no"}, "replicate is 'no', of type str: expected bool"),
 }

@@ -299,6 +299,14 @@ def test_what_cannot_be_is_refused_in_one_sentence(gt_mesh, net, arguments, word
         data_parallel(net, gt_mesh, **arguments)
 
 
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype"])
+@pytest.mark.parametrize("dtype", [torch.int32, "bfloat16"])
+def test_dtypes_without_gradients_are_refused(name, dtype):
+    """FSDP2 fails on the first parameter, with a message about gradients."""
+    with pytest.raises(TypeError, match=f"{name}={dtype!r}: give a floating-point dtype, such as"):
+        MixedPrecisionPolicy(**{name: dtype})
+
+
 def test_what_is_no_mesh_is_told(net):
     with pytest.raises(
         TypeError, match="the mesh is None: give a DeviceMesh, the fixture gt_mesh or init_device"

@@ -1,5 +1,6 @@
 """Say whether ranks that run these graphs wait for each other for ever, without running them."""
 
+import math
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -118,8 +119,9 @@ def assert_no_deadlock(
 
     Raises:
         Deadlock: the cycle of ranks, each with the node and module where it waits; or two ranks
-            that call different collectives.
-        ValueError: no graph communicates, a group is unknown, or there is no world.
+            that call different collectives, or exchange what does not fit.
+        ValueError: no graph communicates, a group is unknown, no graph uses one of ``groups``, or
+            there is no world.
     """
     __tracebackhide__ = True
     by_rank = _by_rank(graphs)
@@ -135,6 +137,13 @@ def assert_no_deadlock(
         raise ValueError(
             "no graph communicates, so no rank could wait: name operators of your own in "
             "communications="
+        )
+    idle = set(groups or {}) - reader.groups
+    if idle:
+        # Else a name that is misspelt would leave the ranks to the groups of this process.
+        raise ValueError(
+            f"no graph communicates in {', '.join(sorted(map(repr, idle)))} of groups=; the groups "
+            f"of these graphs are {', '.join(sorted(map(repr, reader.groups))) or 'none'}"
         )
     try:
         stuck = Queues(schedules).run()
@@ -178,7 +187,8 @@ class _Reader:
         self, groups: Groups, communications: Mapping[str, Communication], ranks: Sequence[int]
     ) -> None:
         self._groups, self._communications, self._ranks = groups, communications, ranks
-        self.used: set[str] = set()
+        self.used: set[str] = set()  # names of communications
+        self.groups: set[str] = set()  # names of groups that graphs use
 
     def schedule(self, rank: int, graphs: Sequence[fx.GraphModule]) -> Schedule:
         """Return the launches and waits of a rank, in the order of its graphs."""
@@ -271,6 +281,8 @@ class _Reader:
         launch = self._known_launch(node)
         # A value that no communication makes is there at once, as an input is.
         is_computed = not self._is_traced(node) and node.op != "placeholder"
+        if node.target in WAITS:
+            return None  # make_fx records a wait of what funcol.wait_tensor has waited for already
         if launch is None and is_computed and any(map(self._may_start, node.all_input_nodes)):
             raise ValueError(
                 f"{node.name} is waited for, and nobody knows which communication makes it"
@@ -331,7 +343,8 @@ class _Reader:
             for kind, place in zip(kinds, places, strict=True):
                 operations.append(_message(_end(kind, place, ranks, node), rank))
             return Launch(tuple(operations), group, _where(node))
-        operation = Operation(kind_of(node) or name, ranks, _payload(node))
+        sent, received = _splits(node, len(ranks))
+        operation = Operation(kind_of(node) or name, ranks, _payload(node), sent, received)
         return Launch((operation,), group, _where(node))
 
     def _ranks_of(self, node: fx.Node, rank: int) -> tuple[int, ...]:
@@ -344,6 +357,7 @@ class _Reader:
         if given is not None:
             return given
         name = group_of(node)
+        self.groups.add(name or "")
         partition = self._groups.get(name or "")
         if partition is None and name is not None and name in names_of_live_groups().values():
             everyone = group_ranks(name)
@@ -416,6 +430,63 @@ def _payload(node: fx.Node) -> str:
             size = f"[{value.numel()}]" if kind_of(node) in _EVEN else ""
             parts.append(f"{dtype_text(value)}{size}")
     return " ".join(parts)
+
+
+Splits = tuple[int | None, ...]
+
+
+def _splits(node: fx.Node, count: int) -> tuple[Splits, Splits]:
+    """Return the elements that an all-to-all sends to each rank of its group, and those it expects.
+
+    None stands for a number that the graph does not show, as it comes from a tensor; both are empty
+    for other collectives.
+
+    Args:
+        count: the ranks of the group.
+
+    Raises:
+        ValueError: there are more or fewer splits than ranks.
+    """
+    if kind_of(node) != "all_to_all":
+        return (), ()
+    inputs, outputs = argument_of(node, "input_tensors"), argument_of(node, "output_tensors")
+    if inputs is not None:  # c10d.alltoall_ takes a tensor for each rank
+        sent, received = tuple(map(_numel, inputs)), tuple(map(_numel, outputs))
+    else:
+        source = argument_of(node, "input")
+        # A functional one returns its output, whose rows are those of the input.
+        target = argument_of(node, "output") or source
+        sent = _in_elements(argument_of(node, "input_split_sizes"), source, count)
+        received = _in_elements(argument_of(node, "output_split_sizes"), target, count)
+    for splits in (sent, received):
+        if len(splits) != count:
+            raise ValueError(f"{node.name} has {len(splits)} splits for a group of {count} ranks")
+    return sent, received
+
+
+def _numel(node: fx.Node) -> int | None:
+    """Return the number of elements of a value; None if it is not known."""
+    value = node.meta.get("val")
+    numel = value.numel() if isinstance(value, Tensor) else None
+    return numel if type(numel) is int else None
+
+
+def _in_elements(splits: Any, tensor: fx.Node, count: int) -> Splits:
+    """Return splits of a tensor's rows in elements; without splits they are even."""
+    if isinstance(splits, fx.Node):
+        return (None,) * count
+    if not splits:
+        numel = _numel(tensor)
+        if numel is None or numel % count:
+            return (None,) * count
+        return (numel // count,) * count
+    value = tensor.meta.get("val")
+    row = math.prod(value.shape[1:]) if isinstance(value, Tensor) else None
+    found: list[int | None] = []
+    for split in splits:
+        is_known = type(split) is int and type(row) is int
+        found.append(split * row if is_known else None)
+    return tuple(found)
 
 
 def _where(node: fx.Node) -> str:

@@ -25,11 +25,16 @@ class Operation:
         kind: "all_gather", ...; SEND or RECEIVE for a message.
         ranks: those that have to call it; of a message the sender, then the receiver.
         payload: what has to be equal on all ranks of a collective.
+        sent, received: of an all-to-all, the elements that the rank sends to each of ``ranks``, and
+            those that it expects from each; None where no graph shows the number. They differ
+            between ranks, so they take no part in a comparison of operations.
     """
 
     kind: str
     ranks: tuple[int, ...]
     payload: str = ""
+    sent: tuple[int | None, ...] = field(default=(), compare=False)
+    received: tuple[int | None, ...] = field(default=(), compare=False)
 
     @property
     def is_message(self) -> bool:
@@ -127,7 +132,8 @@ class Queues:
         """Run until nothing moves; return what ranks wait for, "" if all is complete.
 
         Raises:
-            Mismatch: ranks call different collectives of a communicator.
+            Mismatch: ranks call different collectives of a communicator, or exchange what does not
+                fit.
         """
         # Whoever moves may be what others wait for, so all are asked again.
         moved = True
@@ -150,6 +156,7 @@ class Queues:
                 continue
             for operation in list(state.missing[place]):
                 if not self._blocking(number, queue, operation):
+                    self._check_splits(queue, operation)
                     self._complete(queue, operation)
                     moved = True
         return moved
@@ -190,6 +197,36 @@ class Queues:
             f"rank {number} calls {_spelled(operation)}{_at(mine)}, where rank {rank} calls "
             f"{_spelled(other)}{_at(theirs)}"
         )
+
+    def _check_splits(self, queue: str, operation: Operation) -> None:
+        """Check that each rank of an all-to-all sends as much as the other one expects of it.
+
+        Raises:
+            Mismatch: two ranks disagree.
+        """
+        if not operation.sent:
+            return
+        own: list[Operation] = []
+        for rank in operation.ranks:
+            state = self.ranks[rank]
+            waiting = state.missing[state.queues[queue][0]]
+            own.append(waiting[waiting.index(operation)])
+        for source, sender in enumerate(operation.ranks):
+            for target, receiver in enumerate(operation.ranks):
+                sent, expected = own[source].sent[target], own[target].received[source]
+                if sent is None or expected is None or sent == expected:
+                    continue
+                raise Mismatch(
+                    f"rank {sender} sends {sent} elements to rank {receiver} in {operation}"
+                    f"{self._place_of(sender, queue)}, where rank {receiver} expects {expected}"
+                    f"{self._place_of(receiver, queue)}"
+                )
+
+    def _place_of(self, number: int, queue: str) -> str:
+        """Return where the first launch of a rank's queue is, for a message."""
+        launch = self.ranks[number].schedule[self.ranks[number].queues[queue][0]]
+        assert isinstance(launch, Launch)
+        return _at(launch)
 
     def _complete(self, queue: str, operation: Operation) -> None:
         if not operation.is_message:

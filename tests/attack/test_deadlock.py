@@ -193,7 +193,7 @@ def stage(*calls, group="pp", where="layers.0"):
     return fx.GraphModule({}, graph)
 
 
-GROUPS = {"pp": [[0, 1]], "dp": [[0], [1]]}
+GROUPS = {"pp": [[0, 1]]}
 
 
 def test_graphs_of_two_stages():
@@ -411,6 +411,11 @@ def test_roots_and_sizes_of_a_broadcast_are_compared():
             "no graph calls attack_tests.send",
         ),
         ({0: stage(("all_reduce", "sum"))}, {"groups": {"pp": [0, 1]}}, "give the ranks of every"),
+        (
+            {0: stage(("all_reduce", "sum")), 1: stage(("all_reduce", "sum"))},
+            {"groups": GROUPS | {"nope": [[0, 1]]}},
+            "no graph communicates in 'nope' of groups=; the groups of these graphs are 'pp'",
+        ),
         ({0: stage(("isend", 5, 0))}, {"groups": GROUPS}, "names rank 5 of a group of 2"),
         ({0: stage(("isend", 0, 0))}, {"groups": GROUPS}, "rank 0 has a message with itself"),
     ],
@@ -418,6 +423,96 @@ def test_roots_and_sizes_of_a_broadcast_are_compared():
 def test_more_bad_input(graphs, options, says):
     with pytest.raises(ValueError, match=says):
         assert_no_deadlock(graphs, **options)
+
+
+def exchange_rows(sent, received, columns=3):
+    """An all-to-all of rows, by how many go to each rank, and how many come from each."""
+
+    def add(graph, x):
+        x.meta["val"] = torch.empty(8, columns)
+        arguments = x, received, sent, "ep"
+        started = graph.call_function(functional.all_to_all_single.default, arguments)
+        graph.call_function(functional.wait_tensor.default, (started,))
+
+    return graph_of(add)
+
+
+def exchange_in_place(sent, received):
+    """As ``dist.all_to_all`` traces: a list of tensors to send, and one to receive into."""
+
+    def add(graph, x):
+        lists = []
+        for counts in (received, sent):
+            lists.append([])
+            for count in counts:
+                node = graph.call_function(torch.ops.aten.new_empty.default, (x, [count]))
+                node.meta["val"] = torch.empty(count)
+                lists[-1].append(node)
+        graph.call_function(torch.ops.c10d.alltoall_.default, (*lists, "ep"))
+
+    return graph_of(add)
+
+
+EXCHANGES = {"ep": [[0, 1], [2, 3]]}
+
+
+@pytest.mark.parametrize("make", [exchange_rows, exchange_in_place])
+@pytest.mark.parametrize("first", [0, 2], ids=["first group", "second group"])
+def test_splits_of_an_all_to_all_have_to_fit(make, first):
+    right = {first: make([1, 3], [1, 2]), first + 1: make([2, 4], [3, 4])}
+    assert assert_no_deadlock(right, groups=EXCHANGES) == ()
+    wrong = {**right, first + 1: make([2, 4], [2, 4])}
+    says = (
+        rf"rank {first} sends \d elements to rank {first + 1} in .*where rank {first + 1} expects"
+    )
+    with pytest.raises(Deadlock, match=says):
+        assert_no_deadlock(wrong, groups=EXCHANGES)
+    # The last rank sends to the first.
+    wrong = {**right, first + 1: make([5, 4], [3, 4])}
+    with pytest.raises(Deadlock, match=f"rank {first + 1} sends .* to rank {first} in "):
+        assert_no_deadlock(wrong, groups=EXCHANGES)
+
+
+def test_rows_of_an_all_to_all_have_to_be_equally_long():
+    """As many rows are sent as expected, and they are of other lengths."""
+    graphs = {0: exchange_rows([1, 3], [1, 2]), 1: exchange_rows([2, 4], [3, 4], columns=4)}
+    with pytest.raises(Deadlock, match=r"sends 9 elements to rank 1 .* rank 1 expects 12"):
+        assert_no_deadlock(graphs, groups=EXCHANGES)
+
+
+def test_even_splits_are_compared_and_those_of_a_tensor_are_not():
+    even = exchange_rows([], [])
+    assert assert_no_deadlock({0: even, 1: even}, groups=EXCHANGES) == ()
+    with pytest.raises(Deadlock, match=r"rank 0 sends 12 elements to rank 1 .* expects 9"):
+        assert_no_deadlock({0: even, 1: exchange_rows([4, 4], [3, 5])}, groups=EXCHANGES)
+    gm = exchange_rows([4, 4], [3, 5])
+    (place,) = gm.graph.find_nodes(op="placeholder")
+    with gm.graph.inserting_after(place):
+        size = gm.graph.call_function(torch.ops.aten.item.default, (place,))
+    (started,) = gm.graph.find_nodes(
+        op="call_function", target=functional.all_to_all_single.default
+    )
+    started.args = (place, [size, size], [4, 4], "ep")
+    assert assert_no_deadlock({0: even, 1: gm}, groups=EXCHANGES) == ()
+
+
+def test_splits_for_another_number_of_ranks():
+    with pytest.raises(ValueError, match="has 3 splits for a group of 2 ranks"):
+        assert_no_deadlock({0: exchange_rows([1, 2, 5], [4, 4])}, groups=EXCHANGES)
+
+
+def test_a_value_may_be_waited_for_twice():
+    """``funcol.wait_tensor(funcol.all_reduce(x, ...))`` leaves two waits in a chain."""
+
+    def add(graph, x):
+        node = graph.call_function(functional.all_reduce.default, (x, "sum", "pp"))
+        for _ in range(3):
+            node = graph.call_function(functional.wait_tensor.default, (node,))
+
+    gm = graph_of(add)
+    assert assert_no_deadlock({0: gm, 1: gm}, groups=GROUPS) == ()
+    with pytest.raises(Deadlock, match="rank 1 has ended"):
+        assert_no_deadlock({0: gm, 1: graph_of(call(torch.relu, "x"))}, groups=GROUPS)
 
 
 class Called(torch.nn.Module):

@@ -51,25 +51,31 @@ def _fuzz(given: argparse.Namespace) -> int:
     def note(line: str) -> None:
         print(f"fuzz: {line}", file=sys.stderr, flush=True)
 
-    for name in ("minutes", "nodes", "failures"):
-        if not getattr(given, name) > 0:  # so that nan is refused, too
-            raise UsageError(f"--{name}={getattr(given, name)}: give a number above 0")
-    _check_timeout(given.timeout)
-    if given.ranks < 0 or given.ranks == 1:
-        raise UsageError(f"--ranks={given.ranks}: give 2 or more, or 0 for graphs of one rank")
+    _check_numbers(given)
     check_kind(given.at_least)
     a_pass, name = load_pass(given.gt_pass, "--gt-pass"), given.gt_pass.rpartition(":")[2]
     try:
         given.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--folder={given.folder} cannot be made: {error}") from None
-    make = None if given.gt_model is None else load_model(given.gt_model)
-    text = f"# gtrainer graph v2\n# mesh: dp={given.ranks}\n" if given.ranks else ""
+
+    # Names are looked up before the world is set up, so that a wrong one costs no time.
+    make = None
+    if given.gt_model is not None:
+        make = load_model(given.gt_model)
+
+    text = ""
+    if given.ranks:
+        text = f"# gtrainer graph v2\n# mesh: dp={given.ranks}\n"
+
     begun, is_interrupted = time.monotonic(), False
     with world_of(text) as ranks:
         limited = with_limit(a_pass, given.timeout)
-        own = {} if make is None else graphs_of(make, f"--gt-model={given.gt_model}")
+        own = {}
+        if make is not None:
+            own = graphs_of(make, f"--gt-model={given.gt_model}")
         models = [each.gm for each in own.values()]
+
         fuzzer = Fuzzer(
             limited, name, given.at_least, ranks, given.folder, note, models, given.functional
         )
@@ -78,9 +84,11 @@ def _fuzz(given: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             is_interrupted = True
             note("interrupted")
+
     note(fuzzer.state(time.monotonic() - begun))
     for words, count in (fuzzer.refused + fuzzer.unknown).most_common(5):
         note(f"not judged, {count} times: {words}")
+
     proven = fuzzer.changed - fuzzer.unknown.total()
     others = fuzzer.refused.total() + fuzzer.unknown.total()
     if fuzzer.found:
@@ -92,7 +100,21 @@ def _fuzz(given: argparse.Namespace) -> int:
             "python -m pytest --pyargs pytest_gtrainer.conformance"
         )
         return 1
-    return 130 if is_interrupted else 0
+
+    if is_interrupted:
+        return 130
+    return 0
+
+
+def _check_numbers(given: argparse.Namespace) -> None:
+    """Refuse numbers with which ``fuzz`` would try nothing."""
+    for name in ("minutes", "nodes", "failures"):
+        if not getattr(given, name) > 0:  # so that nan is refused, too
+            raise UsageError(f"--{name}={getattr(given, name)}: give a number above 0")
+
+    _check_timeout(given.timeout)
+    if given.ranks < 0 or given.ranks == 1:
+        raise UsageError(f"--ranks={given.ranks}: give 2 or more, or 0 for graphs of one rank")
 
 
 def _check_timeout(seconds: float) -> None:
@@ -113,11 +135,13 @@ class _Reduce:
             source = given.file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{given.file} cannot be read: {error}") from None
+
         # Of another oracle the smallest graph is another one.
         asked = f"{source} {given.proof} {given.at_least} {given.test}"
         self._digest = hashlib.sha256(asked.encode()).hexdigest()[:12]
         if self._output.is_dir() or not self._output.parent.is_dir():
             raise UsageError(f"--output={self._output} is no file of a folder that exists")
+
         self._text = self._begin(source)
 
     def _begin(self, source: str) -> str:
@@ -130,7 +154,9 @@ class _Reduce:
                     f"{self._output} exists and was not reduced from {self._given.file} by the "
                     "same pass or command: remove it, or give another --output"
                 )
+
             self._say(f"goes on with {self._output}")
+
         try:
             with world_of(text):
                 return spell(graphtext.parse(text), text)
@@ -154,8 +180,10 @@ class _Reduce:
                 file=sys.stderr,
             )
             return 1
+
         if failure.kind in NOT_JUDGED:
             raise UsageError(f"{self._given.file} cannot be judged: {failure.words}")
+
         reduction = Reduction(self._text, failure, judge, self._save, self._progress)
         before = self._count(self._text)
         self._save(self._text)
@@ -166,6 +194,7 @@ class _Reduce:
                 f"interrupted; {self._output} holds the smallest so far. Run it again to go on"
             )
             return 130
+
         print(reduction.text, end="")
         self._say(f"{before} nodes are {self._count(reduction.text)}, in {self._output}")
         self._say(f"{reduction.failure.kind}: {reduction.failure.words}")

@@ -133,11 +133,13 @@ def assert_no_deadlock(
             f"no graph calls {', '.join(sorted(unused))}: communications= takes names of operators "
             'without an overload, such as "mine::send"'
         )
+
     if not any(schedules.values()):
         raise ValueError(
             "no graph communicates, so no rank could wait: name operators of your own in "
             "communications="
         )
+
     idle = set(groups or {}) - reader.groups
     if idle:
         # Else a name that is misspelt would leave the ranks to the groups of this process.
@@ -145,15 +147,18 @@ def assert_no_deadlock(
             f"no graph communicates in {', '.join(sorted(map(repr, idle)))} of groups=; the groups "
             f"of these graphs are {', '.join(sorted(map(repr, reader.groups))) or 'none'}"
         )
+
     try:
         stuck = Queues(schedules).run()
     except Mismatch as error:
         facts.emit("verdict", outcome="deadlock", tensors=len(schedules), what="schedule")
         raise Deadlock(str(error)) from None
+
     outcome = "deadlock" if stuck else "no deadlock"
     facts.emit("verdict", outcome=outcome, tensors=len(schedules), what="schedule")
     if stuck:
         raise Deadlock(f"ranks wait for each other\n{stuck}")
+
     # A pair is a ring of two, and says it in fewer words.
     lucky = tuple(orders_by_luck(schedules)) or tuple(rings_of_luck(schedules))
     for line in lucky:
@@ -167,16 +172,22 @@ def _by_rank(graphs: AnyGraph | Mapping[int, Any]) -> dict[int, list[fx.GraphMod
             raise ValueError(
                 "which rank runs which of these graphs? Give {rank: graph}, or {rank: [graph, ...]}"
             )
+
         if not dist.is_initialized():
             raise ValueError(
                 "one graph for all ranks needs a world: mark the test gt_world, or give a graph "
                 "for each rank, {0: graph, 1: graph}"
             )
+
         graphs = dict.fromkeys(range(dist.get_world_size()), graphs)
+
     found = {}
     for rank, given in graphs.items():
-        own = given if isinstance(given, list | tuple) else [given]
+        own = given
+        if not isinstance(given, list | tuple):
+            own = [given]
         found[rank] = [adopt(graph) for graph in own]
+
     return found
 
 
@@ -198,12 +209,14 @@ class _Reader:
             self._returned: dict[fx.Node, list[int | None]] = {}
             for node in gm.graph.nodes:
                 self._read(node, rank, steps)
+
         return steps
 
     def _read(self, node: fx.Node, rank: int, steps: list[Launch | Wait]) -> None:
         if self._communicates_inside(node):
             self._read_body(node, rank, steps)
             return
+
         own = self._declared(node, rank)
         if own is not None:
             steps += [own, Wait(len(steps))]
@@ -232,9 +245,11 @@ class _Reader:
                         f"{node.name} calls {given} inside, in an order that this graph does not "
                         "show: put it into the graph that is judged"
                     )
+
         for gm in graphs_called(node.graph.owning_module, node):
             if any(self._is_step(inner.target) for inner in nodes_within(gm)):
                 return True
+
         return False
 
     def _is_step(self, target: Any) -> bool:
@@ -254,6 +269,7 @@ class _Reader:
                 f"{node.name} ({short_name(node)}) communicates inside, and no graph shows which "
                 "branch runs, or how often: put what runs into the graph that is judged"
             )
+
         held = bodies_of(node.graph.owning_module, node)
         given = [each for each in leaves_of(node.args) if isinstance(each, fx.Node)]
         given = [operand for operand in given if operand not in held]
@@ -263,13 +279,18 @@ class _Reader:
             launch = self._known_launch(operand)
             if launch is not None:
                 self._started[place] = launch
+
         for inner in body.graph.nodes:
             self._read(inner, rank, steps)
+
         results = leaves_of(body.graph.output_node().args[0])
         launched = []
         for result in results:
-            is_node = isinstance(result, fx.Node)
-            launched.append(self._known_launch(result) if is_node else None)
+            launch = None
+            if isinstance(result, fx.Node):
+                launch = self._known_launch(result)
+            launched.append(launch)
+
         self._returned[node] = launched
 
     def _launch_of(self, node: fx.Node) -> int | None:
@@ -287,6 +308,7 @@ class _Reader:
             raise ValueError(
                 f"{node.name} is waited for, and nobody knows which communication makes it"
             )
+
         return launch
 
     def _is_traced(self, node: fx.Node) -> bool:
@@ -303,7 +325,9 @@ class _Reader:
                 return None
             if made.target is operator.getitem and isinstance(made.args[1], int):
                 item = made.args[1]
+
             made = made.all_input_nodes[0]
+
         return self._started[made]
 
     def _may_start(self, node: fx.Node) -> bool:
@@ -314,18 +338,22 @@ class _Reader:
     def _declared(self, node: fx.Node, rank: int) -> Launch | None:
         if not isinstance(node.target, OpOverload):
             return None
+
         name = schema(node.target).name
         communication = self._communications.get(name)
         if communication is None:
             return None
+
         self.used.add(name)
         given = communication(node, rank)
         if isinstance(given, Collective):
             ranks = tuple(sorted(given.ranks))
             if rank not in ranks:
                 raise ValueError(f"rank {rank} is none of the ranks of its {name}: {list(ranks)}")
+
             operation = Operation(short_name(node), ranks)
             return Launch((operation,), f"{name} {ranks}", _where(node))
+
         message = _message(given, rank)
         return Launch((message,), _pair(message, name.partition("::")[0]), _where(node))
 
@@ -337,12 +365,14 @@ class _Reader:
             place = argument_of(node, "dst" if "send" in name else "src")
             message = _message(_end(name, place, ranks, node), rank)
             return Launch((message,), _pair(message, group), _where(node))
+
         if name == "batch_p2p_ops":
             operations = []
             kinds, places = argument_of(node, "op_list"), argument_of(node, "peer_list")
             for kind, place in zip(kinds, places, strict=True):
                 operations.append(_message(_end(kind, place, ranks, node), rank))
             return Launch(tuple(operations), group, _where(node))
+
         sent, received = _splits(node, len(ranks))
         operation = Operation(kind_of(node) or name, ranks, _payload(node), sent, received)
         return Launch((operation,), group, _where(node))
@@ -356,6 +386,7 @@ class _Reader:
         given = ranks_given(node)
         if given is not None:
             return given
+
         name = group_of(node)
         self.groups.add(name or "")
         partition = self._groups.get(name or "")
@@ -363,19 +394,23 @@ class _Reader:
             everyone = group_ranks(name)
             if len(everyone) == dist.get_world_size():
                 partition = [everyone]
+
         if partition is None:
             raise ValueError(
                 f"nobody knows the ranks of group {name!r} ({node.name}): say them, "
                 f"groups={{{name!r}: [[0, 1], ...]}}"
             )
+
         for ranks in partition:
             if not isinstance(ranks, list | tuple | range):
                 raise ValueError(
                     f"groups={{{name!r}: {partition}}}: give the ranks of every group of that "
                     "name, [[0, 1], ...]"
                 )
+
             if rank in ranks:
                 return tuple(ranks)
+
         raise ValueError(f"rank {rank} is in no group of {name!r}: {partition}")
 
 
@@ -395,7 +430,9 @@ def _end(kind: str, place: int, ranks: Sequence[int], node: fx.Node) -> Send | R
             f"{node.name} names rank {place} of a group of {len(ranks)}: ranks of messages are "
             "counted in their group"
         )
-    return Send(ranks[place]) if "send" in kind else Receive(ranks[place])
+    if "send" in kind:
+        return Send(ranks[place])
+    return Receive(ranks[place])
 
 
 def _message(end: Any, rank: int) -> Operation:
@@ -405,6 +442,7 @@ def _message(end: Any, rank: int) -> Operation:
         return Operation(RECEIVE, (end.source, rank))
     if isinstance(end, Send | Receive):
         raise ValueError(f"rank {rank} has a message with itself: {end}")
+
     raise ValueError(f"a communication is Send, Receive or Collective; not {end!r}")
 
 
@@ -419,16 +457,22 @@ def _payload(node: fx.Node) -> str:
     reduction = reduction_of(node)
     if reduction is not None:
         parts.append(reduction)
+
     root = argument_of(node, "src", "root", "dst")
     if root is not None:
         parts.append(f"root {root}")
-    sent = node.args[0] if node.args else None
-    given = sent if isinstance(sent, list | tuple) else [sent]
-    for operand in given:
-        value = operand.meta.get("val") if isinstance(operand, fx.Node) else None
+
+    # The first argument is what is sent, or a list of it.
+    for operand in leaves_of(node.args[:1]):
+        if not isinstance(operand, fx.Node):
+            continue
+        value = operand.meta.get("val")
         if isinstance(value, Tensor):
-            size = f"[{value.numel()}]" if kind_of(node) in _EVEN else ""
+            size = ""
+            if kind_of(node) in _EVEN:
+                size = f"[{value.numel()}]"
             parts.append(f"{dtype_text(value)}{size}")
+
     return " ".join(parts)
 
 
@@ -449,6 +493,7 @@ def _splits(node: fx.Node, count: int) -> tuple[Splits, Splits]:
     """
     if kind_of(node) != "all_to_all":
         return (), ()
+
     inputs, outputs = argument_of(node, "input_tensors"), argument_of(node, "output_tensors")
     if inputs is not None:  # c10d.alltoall_ takes a tensor for each rank
         sent, received = tuple(map(_numel, inputs)), tuple(map(_numel, outputs))
@@ -458,17 +503,20 @@ def _splits(node: fx.Node, count: int) -> tuple[Splits, Splits]:
         target = argument_of(node, "output") or source
         sent = _in_elements(argument_of(node, "input_split_sizes"), source, count)
         received = _in_elements(argument_of(node, "output_split_sizes"), target, count)
+
     for splits in (sent, received):
         if len(splits) != count:
             raise ValueError(f"{node.name} has {len(splits)} splits for a group of {count} ranks")
+
     return sent, received
 
 
 def _numel(node: fx.Node) -> int | None:
     """Return the number of elements of a value; None if it is not known."""
     value = node.meta.get("val")
-    numel = value.numel() if isinstance(value, Tensor) else None
-    return numel if type(numel) is int else None
+    if not isinstance(value, Tensor) or type(value.numel()) is not int:
+        return None
+    return value.numel()
 
 
 def _in_elements(splits: Any, tensor: fx.Node, count: int) -> Splits:
@@ -480,15 +528,24 @@ def _in_elements(splits: Any, tensor: fx.Node, count: int) -> Splits:
         if numel is None or numel % count:
             return (None,) * count
         return (numel // count,) * count
+
     value = tensor.meta.get("val")
-    row = math.prod(value.shape[1:]) if isinstance(value, Tensor) else None
+    row = None
+    if isinstance(value, Tensor):
+        row = math.prod(value.shape[1:])
     found: list[int | None] = []
     for split in splits:
-        is_known = type(split) is int and type(row) is int
-        found.append(split * row if is_known else None)
+        # A node stands for a number that the run computes, a SymInt for any number.
+        if type(split) is int and type(row) is int:
+            found.append(split * row)
+        else:
+            found.append(None)
+
     return tuple(found)
 
 
 def _where(node: fx.Node) -> str:
     module = node_fqn(node)
-    return f"{node.name} of {module}" if module else node.name
+    if module:
+        return f"{node.name} of {module}"
+    return node.name

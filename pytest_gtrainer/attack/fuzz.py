@@ -82,11 +82,15 @@ class Fuzzer:
         )
 
     def _try(self, seed: int, nodes: int) -> None:
-        model = self.models[seed % len(self.models)] if self.models else None
+        model = None
+        if self.models:
+            model = self.models[seed % len(self.models)]
+
         gm = generate(seed, nodes, self.ranks, model, self.functional)
         self.tried += 1
         before = fx.GraphModule(gm, copy.deepcopy(gm.graph))
-        old = _shape(gm)
+        old = _shape(gm)  # before the pass, which may change the graph in place
+
         try:
             after = returned(self.a_pass(gm, inputs_of(gm)))
             lint(after.graph, self.name)
@@ -99,8 +103,10 @@ class Fuzzer:
             self.changed += 1
             self._report(before, seed, nodes, failure)
             return
+
         if _shape(after) == old:
             return
+
         self.changed += 1
         found = judge_graphs(after, before, self.at_least, self.ranks)
         if found is not None and found.kind in NOT_JUDGED:
@@ -114,9 +120,11 @@ class Fuzzer:
         if self.ranks:
             fields = {"world": f"fake {self.ranks}", "mesh": f"dp={self.ranks}"}
             text = "\n".join([*header.write(fields), header.body(text)])
+
         made = f"seed {seed}, {nodes} nodes, {self.ranks} ranks"
         if self.models:
             made += ", from a model"
+
         path = self._free_path(seed)
         self.found[made] = path
         # At once: a run that is interrupted while it reduces has found it all the same.
@@ -129,6 +137,7 @@ class Fuzzer:
             self._write(path, text, f"{made}: {failure.words}; {words}")
             self.note(f"{path}\n{failure.kind}: {failure.words}\n{words}")
             return
+
         reduction = Reduction(text, again, judge, lambda _: None, self.note)
         reduction.run()
         operators = sorted({str(node.target) for node in computed(reduction.graph())})
@@ -137,6 +146,7 @@ class Fuzzer:
         if which in self.found:
             path.unlink()  # it was seen before
             return
+
         self.found[which] = path
         self._write(path, reduction.text, f"{made}: {reduction.failure.words}")
         self.note(f"{path}\n{reduction.failure.kind}: {reduction.failure.words}")

@@ -78,13 +78,19 @@ def world_of(text: str) -> Iterator[int]:
     if dist.is_initialized():
         yield dist.get_world_size()
         return
+
     fields = header.read(text)
     size = _WORLD.search(fields.get("world", ""))
     mesh = {name: int(extent) for name, extent in _DIMENSION.findall(fields.get("mesh", ""))}
     if size is None and not mesh:
         yield 0
         return
-    given: dict[str, Any] = {"mesh": mesh} if mesh else {"size": int(size[1]) if size else 0}
+
+    given: dict[str, Any] = {"mesh": mesh}
+    if not mesh:
+        assert size is not None
+        given = {"size": int(size[1])}
+
     with fake_world(make_spec("fake", **given)) as world:
         make_mesh(world)
         yield world.size
@@ -107,6 +113,7 @@ def load_named(path: str, option: str, example: str) -> Any:
     # As ``python -m`` does, and an installed command does not.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
@@ -118,6 +125,7 @@ def load_named(path: str, option: str, example: str) -> Any:
             f"{option}={path}: importing {module} calls sys.exit({error.code!r}): a script needs "
             'if __name__ == "__main__"'
         ) from None
+
     return found
 
 
@@ -175,6 +183,7 @@ def by_proof(a_pass: Pass, at_least: str) -> Oracle:
                 lint(after.graph, "the pass")
             except RAISED as error:
                 return Failure(type(error).__name__, f"the pass raises {_first_line(error)}")
+
             return judge_graphs(after, before, at_least, size)
 
     return judge
@@ -207,15 +216,19 @@ def _judge_whole(
         proof = prove_at_once(after, before, at_least, world=net)
         if proof.is_at_least(at_least):
             return None
+
         itself = prove_at_once(again, before, at_least, world=net)
     except RAISED as error:
         return _why_not_run(before, at_least, net, error)
+
     if not itself.is_at_least(at_least):
         return Failure(NOT_JUDGED[1], f"without the pass it is {itself}")
+
     # A search for weaker kinds would say "another function", at twice the time.
     kind = f"not {at_least}"
     if kind not in proof.reason:
         return Failure(proof.kind, str(proof))
+
     words = f"first {proof.first}"
     if proof.origin:
         words += f"; it begins at {proof.origin}"
@@ -225,7 +238,9 @@ def _judge_whole(
 def _net_for(gm: fx.GraphModule, ranks: int) -> NetModel | None:
     """Return the net that a graph needs, None if it does not communicate."""
     communicates = any(launches(node.target) for node in nodes_within(gm))
-    return NetModel.of_world(ranks) if communicates and ranks else None
+    if not communicates or not ranks:
+        return None
+    return NetModel.of_world(ranks)
 
 
 def _differ_in_equal_pairs(
@@ -235,6 +250,10 @@ def _differ_in_equal_pairs(
 
     Whatever raises here is looked at again by the proof of whole graphs, which says what it is.
     """
+    if not before.graph.output_node().all_input_nodes:
+        # Without results no value can differ: the proof of whole graphs says so, in words.
+        return False
+
     try:
         cut = cut_to_pairs(after, before)
         # Nothing else would run a node behind a pair, which may not take other strides.
@@ -242,6 +261,7 @@ def _differ_in_equal_pairs(
             fx.Interpreter(after).run(*draw_inputs(before, seed=0))
         if cut is None:
             return True
+
         proof = prove_at_once(*cut, at_least, world=_net_for(cut[1], ranks))
         return proof.is_at_least(at_least)
     except RAISED:
@@ -255,6 +275,7 @@ def _why_not_run(before: fx.GraphModule, at_least: str, net: Any, error: BaseExc
         itself = prove_at_once(again, before, at_least, world=net)
     except RAISED as also:
         return Failure(NOT_JUDGED[1], f"the proof raises {_first_line(also)}")
+
     if not itself.is_at_least(at_least):
         return Failure(NOT_JUDGED[1], f"without the pass it is {itself}")
     return Failure("cannot run", f"what the pass leaves raises {_first_line(error)}")
@@ -289,17 +310,21 @@ def by_command(command: str, folder: Path, seconds: float) -> Oracle:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             return Failure("timeout", f"no end within {seconds:g} s")
+
         if process.returncode == 0:
             return None
         if process.returncode in _NO_COMMAND:
             raise ValueError(f"--test={command!r}: {output.strip()}")
+
         lines = [line for line in output.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("E ")] or lines
         named = _ERROR.findall("\n".join(lines))
         kind = f"exit status {process.returncode}"
         if named:
             kind += f", {named[-1].rpartition('.')[2]}"
-        return Failure(kind, errors[-1].strip() if errors else kind)
+        if not errors:
+            return Failure(kind, kind)
+        return Failure(kind, errors[-1].strip())
 
     return judge
 

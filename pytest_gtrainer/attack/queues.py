@@ -97,13 +97,17 @@ class _Rank:
             else:
                 self.queues.setdefault(step.queue, []).append(self.place)
                 self.missing[self.place] = list(step.operations)
+
             self.place += 1
+
         return self.place > before
 
     def first(self, queue: str) -> int | None:
         """Return the launch that is first in a queue."""
         waiting = self.queues.get(queue)
-        return waiting[0] if waiting else None
+        if not waiting:
+            return None
+        return waiting[0]
 
     def first_with(self, queue: str, operation: Operation) -> bool:
         """Return whether an operation can run on this rank now."""
@@ -141,10 +145,14 @@ class Queues:
             moved = False
             for rank in self.ranks.values():
                 moved |= rank.go_on()
+
             for number in self.ranks:
                 moved |= self._run_first(number)
+
         stuck = [rank for rank, state in self.ranks.items() if state.missing]
-        return self._explain(stuck[0]) if stuck else ""
+        if not stuck:
+            return ""
+        return self._explain(stuck[0])
 
     def _run_first(self, number: int) -> bool:
         """Run what is first in the queues of a rank, and of all others that it needs."""
@@ -154,11 +162,13 @@ class Queues:
             place = state.first(queue)
             if place is None:
                 continue
+
             for operation in list(state.missing[place]):
                 if not self._blocking(number, queue, operation):
                     self._check_splits(queue, operation)
                     self._complete(queue, operation)
                     moved = True
+
         return moved
 
     def _blocking(self, number: int, queue: str, operation: Operation) -> list[int]:
@@ -171,17 +181,24 @@ class Queues:
         for rank in operation.ranks:
             if rank == number:
                 continue
+
             other = self.ranks.get(rank)
             if other is None:
                 raise Mismatch(f"rank {number} calls {operation}, and rank {rank} has no graph")
-            wanted = _other_end(operation) if operation.is_message else operation
+
+            wanted = operation
+            if operation.is_message:
+                wanted = _other_end(operation)
             if other.first_with(queue, wanted):
                 continue
+
             place = other.first(queue)
             # Messages of a pair may be matched later: their queue holds both directions.
             if place is not None and not operation.is_message:
                 self._refuse(number, queue, operation, rank, place)
+
             absent.append(rank)
+
         return absent
 
     def _refuse(self, number: int, queue: str, operation: Operation, rank: int, place: int) -> None:
@@ -193,6 +210,7 @@ class Queues:
         assert isinstance(theirs, Launch)
         if other.is_message:
             return
+
         raise Mismatch(
             f"rank {number} calls {_spelled(operation)}{_at(mine)}, where rank {rank} calls "
             f"{_spelled(other)}{_at(theirs)}"
@@ -206,16 +224,19 @@ class Queues:
         """
         if not operation.sent:
             return
+
         own: list[Operation] = []
         for rank in operation.ranks:
             state = self.ranks[rank]
             waiting = state.missing[state.queues[queue][0]]
             own.append(waiting[waiting.index(operation)])
+
         for source, sender in enumerate(operation.ranks):
             for target, receiver in enumerate(operation.ranks):
                 sent, expected = own[source].sent[target], own[target].received[source]
                 if sent is None or expected is None or sent == expected:
                     continue
+
                 raise Mismatch(
                     f"rank {sender} sends {sent} elements to rank {receiver} in {operation}"
                     f"{self._place_of(sender, queue)}, where rank {receiver} expects {expected}"
@@ -247,10 +268,12 @@ class Queues:
             if not state.missing:
                 lines.append(f"rank {rank} has ended")
                 break
+
             line, rank = self._waits(rank)
             lines.append(line)
         else:
             lines = lines[seen.index(rank) :]  # what leads into the cycle is no part of it
+
         return "\n".join(lines)
 
     def _waits(self, number: int) -> tuple[str, int]:
@@ -261,6 +284,7 @@ class Queues:
             step = state.schedule[state.place]
             assert isinstance(step, Wait)
             place = step.launch
+
         launch = state.schedule[place]
         assert isinstance(launch, Launch)
         first = state.queues[launch.queue][0]
@@ -269,10 +293,12 @@ class Queues:
         words = f"rank {number} waits in {state.missing[place][0]}{_at(launch)}"
         if first != place:
             words += f", behind {state.missing[first][0]}{_at(running)}"
+
         for operation in state.missing[first]:
             absent = self._blocking(number, launch.queue, operation)
             if absent:
                 return f"{words}, which rank {absent[0]} has not reached", absent[0]
+
         raise AssertionError("what can run has run")
 
 
@@ -282,11 +308,15 @@ def _other_end(operation: Operation) -> Operation:
 
 
 def _at(launch: Launch) -> str:
-    return f" ({launch.where})" if launch.where else ""
+    if not launch.where:
+        return ""
+    return f" ({launch.where})"
 
 
 def _spelled(operation: Operation) -> str:
-    return f"{operation} with {operation.payload}" if operation.payload else str(operation)
+    if not operation.payload:
+        return str(operation)
+    return f"{operation} with {operation.payload}"
 
 
 def orders_by_luck(schedules: Mapping[int, Schedule]) -> Iterator[str]:
@@ -309,6 +339,7 @@ def orders_by_luck(schedules: Mapping[int, Schedule]) -> Iterator[str]:
                 after = theirs.get(numbers[second], -1)
                 if before <= after or (min(one, other), max(one, other)) in said:
                     continue
+
                 said.add((min(one, other), max(one, other)))
                 yield (
                     f"rank {one} starts {earlier.operations[0]}{_at(earlier)} before "
@@ -331,6 +362,7 @@ def rings_of_luck(schedules: Mapping[int, Schedule]) -> Iterator[str]:
     edges: dict[Node, set[Node]] = {}
     for rank, schedule in sorted(schedules.items()):
         _add_edges(rank, schedule, edges, lucky)
+
     for knot in _knots(edges):
         for first, others in lucky.items():
             second = next((each for each in others if first in knot and each in knot), None)
@@ -360,27 +392,37 @@ def _add_edges(
         # A node for each wait, else each launch before it had an edge to each one behind it.
         if isinstance(step, Wait):
             point: Node = ("wait", rank, place)
-            before = [*nodes[step.launch], *([waited] if waited else [])]
+            before = list(nodes[step.launch])
+            if waited:
+                before.append(waited)
             for each in before:
                 edges.setdefault(each, set()).add(point)
+
             waited = point
             running.pop(step.launch, None)
             continue
+
         own = []
         for operation in step.operations:
             which = step.queue, operation.ranks
             own.append((*which, counts[which]))
             counts[which] += 1
-        earlier = latest.get(step.queue, []) + ([waited] if waited else [])
+
+        earlier = list(latest.get(step.queue, []))
+        if waited:
+            earlier.append(waited)
         for each in earlier:
             edges.setdefault(each, set()).update(own)
+
         for other, launch in running.items():
             if launch.queue == step.queue:
                 continue
+
             for each in nodes[other]:
                 edges.setdefault(each, set()).update(own)
                 for made in own:
                     lucky.setdefault(each, {}).setdefault(made, (rank, launch, step))
+
         latest[step.queue], nodes[place], running[place] = list(own), list(own), step
 
 
@@ -391,17 +433,21 @@ def _knots(edges: Mapping[Node, set[Node]]) -> list[set[Node]]:
     for start in edges:
         if start not in seen:
             order += _behind(edges, start, seen)
+
     back: dict[Node, set[Node]] = {}
     for node, others in edges.items():
         for other in others:
             back.setdefault(other, set()).add(node)
+
     knots, seen = [], set()
     for node in reversed(order):
         if node in seen:
             continue
+
         knot = set(_behind(back, node, seen))
         if len(knot) > 1:
             knots.append(knot)
+
     return knots
 
 
@@ -418,8 +464,10 @@ def _behind(edges: Mapping[Node, set[Node]], start: Node, seen: set[Node]) -> li
             found.append(node)
             stack.pop()
             continue
+
         seen.add(other)
         stack.append((other, iter(edges.get(other, ()))))
+
     return found
 
 
@@ -435,11 +483,13 @@ def _shortest(
             if other in within and other not in came:
                 came[other] = node
                 queue.append(other)
+
     path: list[Node] = []
     at: Node | None = end
     while at is not None:
         path.append(at)
         at = came[at]
+
     return path[::-1]
 
 
@@ -453,11 +503,13 @@ def _spell_ring(
     for first, second in pairwise(ring):
         if second not in lucky.get(first, {}):
             continue  # a wait, or one queue: this order is sure
+
         rank, earlier, later = lucky[first][second]
         parts.append(
             f"rank {rank} starts {earlier.operations[0]}{_at(earlier)} before "
             f"{later.operations[0]}{_at(later)}"
         )
+
     return f"{', '.join(parts)}: a ring, and nobody waits between them"
 
 
@@ -474,6 +526,7 @@ def _places(schedule: Schedule) -> dict[Number, int]:
             which = step.queue, tuple(sorted(_ranks_of(step)))
             places[*which, counts[which]] = place
             counts[which] += 1
+
     return places
 
 
@@ -484,9 +537,11 @@ def _running_together(schedule: Schedule) -> Iterator[tuple[int, int]]:
         if isinstance(step, Wait):
             running.pop(step.launch, None)
             continue
+
         for before, queue in running.items():
             if queue != step.queue:
                 yield before, place
+
         running[place] = step.queue
 
 

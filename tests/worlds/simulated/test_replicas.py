@@ -117,8 +117,8 @@ def test_what_ddp_cannot_be_asked_for(gt_mesh):
     with pytest.raises(ValueError, match="replicate=True is for a 1-D mesh without submeshes"):
         CONFIG(gt_mesh, replicate=True)
     for policy in (
-        MixedPrecisionPolicy(param_dtype="bfloat16"),
-        MixedPrecisionPolicy(reduce_dtype="bfloat16"),
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
     ):
         with pytest.raises(
             ValueError, match=r"replicate=True with .*bfloat16.*: DDP has no dtypes of its own"

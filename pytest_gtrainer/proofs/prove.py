@@ -285,15 +285,17 @@ def _run_both(
         return *first, True
     gathered = programs[0].gathered([Chances.of(run.arithmetic) for run in first])
     actual, expected = ([own[side] for own in gathered] for side in (0, 1))
-    if isinstance(first[0].arithmetic, Terms):
-        # Kernels that compare other numbers are not the same on the same values.
-        differ = bool(unlike_limits(actual, expected)) or _have_other_rivals(programs, first)
-        return *first, differ
+    in_order = isinstance(first[0].arithmetic, Terms)
+    # Kernels that compare other numbers are not the same on the same values.
+    compares_others = bool(unlike_limits(actual, expected)) or _have_other_rivals(programs, first)
+    if in_order and compares_others:
+        return *first, True
     for aim in aims(actual, expected):
         again = arithmetic()
         aim.give_to(again)
         runs, differ = _run_once(programs, again)
-        if not differ and not aim.is_for_limits and _have_other_rivals(programs, runs):
+        needs_rivals = not (differ or in_order or aim.is_for_limits)
+        if needs_rivals and _have_other_rivals(programs, runs):
             again = arithmetic()
             aim.give_to(again)
             again.favoured = _other_rivals(runs)

@@ -367,3 +367,26 @@ def test_a_branch_that_no_run_takes_is_named():
     both = prove(above, above, inputs=(X,))
     assert both.kind == "identical"
     assert "the same branch" not in str(both)
+
+
+def less(x):
+    return x * 2 if x[0, 0] < x[1].sum() else x * 1
+
+
+def less_by_where(x):
+    return torch.where(x[0, 0] < x[1].sum(), x * 2, x * 1)
+
+
+@pytest.mark.parametrize("branch", [0, 1])
+@pytest.mark.parametrize("one", [less, less_by_where])
+def test_neither_branch_is_missed(one, branch):
+    """Also by the strongest kind, which is looked for first."""
+    factors = [2, 1]
+    factors[branch] = 4
+
+    def other(x):
+        return torch.where(x[0, 0] < x[1].sum(), x * factors[0], x * factors[1])
+
+    assert prove(one, other, inputs=(X,)).kind == "another function"
+    identical = prove(one, other, inputs=(X,), at_least="identical")
+    assert "weaker kinds were not looked for" in identical.reason

@@ -149,7 +149,7 @@ def gt_cuda_as_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def gt_fake_tensors(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Make every new tensor of the test a fake one, of any device; yields the ``FakeTensorMode``."""
+    """Make every new tensor of the test a fake one, of any device; yields the mode."""
     from pytest_gtrainer._torch.fake_tensors import fake_tensors
 
     # Before the mode: torch reads the numbers of a mesh.

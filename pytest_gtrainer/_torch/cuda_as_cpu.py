@@ -4,8 +4,8 @@ Contract, read in torch 2.13 to 2.15:
 
 - A ``TorchFunctionMode`` sees every call of torch that places a tensor, also those of
   ``Module.cuda`` and ``Module.to_empty``. So no method of torch is replaced for tensors.
-- Functions of ``torch.cuda`` pass no mode: they are replaced in their modules while the block lasts.
-  Torch's own code, and ours, gets the original, or it would start CUDA.
+- Functions of ``torch.cuda`` pass no mode: they are replaced in their modules while the block
+  lasts. Torch's own code, and ours, gets the original, or it would start CUDA.
 - So are the functions that make process groups and meshes: NCCL becomes gloo.
 - ``_get_available_device_type`` is what torch gives libraries for the name of their device. They
   import it by name, so it is replaced before they are imported.

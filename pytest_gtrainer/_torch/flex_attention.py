@@ -4,8 +4,8 @@
   dense backward, which runs where autograd calls it.
 - ``_TorchCompileInductorWrapper`` gives the graphs of ``torch.compile`` to Inductor, which has no
   backward of FlexAttention for the CPU.
-- ``_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG`` lets ``flex_attention`` call its operator without Dynamo,
-  which lifts what a score function captures: what it captures has no gradient then.
+- ``_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG`` lets ``flex_attention`` call its operator without
+  Dynamo, which lifts what a score function captures: what it captures has no gradient then.
 - ``create_fw_bw_graph`` traces the backward of a score function. Ranks on threads do not trace, and
   a dispatch mode would see fake tensors.
 """

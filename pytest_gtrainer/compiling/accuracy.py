@@ -235,8 +235,8 @@ def assert_no_less_accurate(
         inputs: of a call. For each seed but the first, elements of floating-point inputs are drawn
             from those that the input holds; whole numbers stay.
         make_inputs: returns the inputs for a seed instead.
-        factor: how many times the error of eager is allowed, above 0. For few numbers more is, by chance:
-            4.5 times as much for four, 1.1 times for a thousand.
+        factor: how many times the error of eager is allowed, above 0. For few numbers more is, by
+            chance: 4.5 times as much for four, 1.1 times for a thousand.
         seeds: of the inputs and of the backward.
 
     Raises:

@@ -247,9 +247,9 @@ def assert_peak_memory(
         other, _ = _measured(control, names, sizes)  # it may have fewer dynamic sizes
         if other.peak <= bound:
             raise facts.FailedCheck(
-                f"the control holds {spell_bytes(other.peak)} ({other.peak:,} bytes) at once, which "
-                f"at_most={at_most!r} allows, too, so this check cannot fail: take more tokens or "
-                f"layers, or a smaller bound; the graph holds {memory.peak:,} bytes"
+                f"the control holds {spell_bytes(other.peak)} ({other.peak:,} bytes) at once, "
+                f"which at_most={at_most!r} allows, too, so this check cannot fail: take more "
+                f"tokens or layers, or a smaller bound; the graph holds {memory.peak:,} bytes"
             )
 
     return memory
@@ -561,8 +561,8 @@ class _Liveness:
 
     def _of_unknown_size(self, node: fx.Node, what: str) -> ValueError:
         return ValueError(
-            f"{node.name} ({_call_text(node)}) is {what}, and how many bytes it holds is known only "
-            "when the graph runs: no bound of this graph can be checked"
+            f"{node.name} ({_call_text(node)}) is {what}, and how many bytes it holds is known "
+            "only when the graph runs: no bound of this graph can be checked"
         )
 
     def _run_bodies(self, node: fx.Node, bodies: Sequence[fx.GraphModule]) -> Any:

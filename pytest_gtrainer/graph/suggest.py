@@ -88,8 +88,8 @@ def suggest_plan(model: nn.Module, *, split_experts: bool = False) -> SuggestedP
     if together:
         named = ", ".join(together[:2]) + (", ..." if len(together) > 2 else "")
         notes.append(
-            f"{named}: experts travel with their layer. Over another mesh (expert parallelism) they "
-            "need a bucket of their own: add --experts"
+            f"{named}: experts travel with their layer. Over another mesh (expert parallelism) "
+            "they need a bucket of their own: add --experts"
         )
     return SuggestedPlan(tuple(buckets), tuple(notes))
 

@@ -96,7 +96,8 @@ def _only_vacant(side: str, names: set[str], others: Mapping[Key, Tensor]) -> li
             missing.append(name)
     if not missing:
         return []
-    return [f"not the same structure: only {side} has a place for a tensor at {spell_some(missing)}"]
+    places = spell_some(missing)
+    return [f"not the same structure: only {side} has a place for a tensor at {places}"]
 
 
 def _without_gradients(record: Record) -> list[tuple[int, int]]:

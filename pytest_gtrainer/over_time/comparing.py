@@ -75,7 +75,8 @@ class Comparison:
         differences: all differences of the first phase that differs; empty if nothing does.
         counts: of the step that differs, by phase, how many entries differ, and of how many.
         element: lines that name the first element of the first difference, if values were kept.
-        sizes: lines that say how far each tensor has moved, the furthest first, if values were kept.
+        sizes: lines that say how far each tensor has moved, the furthest first, if values were
+            kept.
         notes: what was not compared, and what is missing on either side.
         is_complete: whether both runs ended in order.
         compared: how many entries were compared.

@@ -341,9 +341,7 @@ def built(build: Callable[[DeviceMesh], TrainConfig], mesh: DeviceMesh) -> Train
     return config
 
 
-def new_optimizer(
-    config: TrainConfig, parameters: Sequence[nn.Parameter]
-) -> torch.optim.Optimizer:
+def new_optimizer(config: TrainConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """Return the optimiser of a configuration for these parameters.
 
     Raises:

@@ -464,8 +464,8 @@ def _compare_with_control(control: Kept, actual: Kept) -> Verdict:
     other += [where(one.key) for one in verdict.differences if one.kind != "bits"]
     if other:
         reason = (
-            f"the control run has other names, shapes or dtypes ({spell_some(other, 1)}), so it says "
-            "nothing about bits"
+            f"the control run has other names, shapes or dtypes ({spell_some(other, 1)}), so it "
+            "says nothing about bits"
         )
         return replace(verdict, outcome="unverified", reasons=(reason,))
     return verdict

@@ -1,4 +1,4 @@
-"""``python -m pytest_gtrainer init``: write a first test, a golden folder and a CI job, after asking.
+"""The command ``init``: write a first test, a golden folder and a CI job, after asking.
 
 A file that exists is kept as it is. The model runs once before anything is written, so that the
 test has inputs with which it can run.
@@ -70,7 +70,8 @@ def test_ranks_train_like_eager_fsdp2(gt_mesh, gt_world):
     assert_parity(config, gt_world, invisible="report")
 '''
 _NAMES_OF_TEST = ("model", "step", "batch", "bucket_plan", "pytest", "torch")
-_README = """Expected results of tests, as text. Read a file before you commit it: later runs compare with it.
+_README = """Expected results of tests, as text. Read a file before you commit it.
+Later runs compare with it.
 
     {update}
 

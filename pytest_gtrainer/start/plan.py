@@ -70,7 +70,7 @@ def _follows(first: Suggestion, second: Suggestion) -> bool:
 
 
 def _parts(bucket: Suggestion) -> tuple[str, str, str]:
-    """Return what is before, in and behind the index of a layer's FQN; "" for each if it has none."""
+    """Return what is before, in and behind the index of a layer's FQN; "" without an index."""
     parts = re.fullmatch(r"(.*?)\b(\d+)\b(.*)", bucket.fqns[0]) if bucket.is_layer else None
     if parts is None:
         return "", "", ""

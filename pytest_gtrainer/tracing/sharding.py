@@ -69,7 +69,8 @@ class MixedPrecisionPolicy:
                 dtype.is_floating_point or dtype.is_complex
             ):
                 raise TypeError(
-                    f"{name}={dtype!r}: give a floating-point dtype, such as torch.bfloat16, or None"
+                    f"{name}={dtype!r}: give a floating-point dtype, such as torch.bfloat16, or "
+                    "None"
                 )
 
 

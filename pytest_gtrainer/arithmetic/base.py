@@ -130,6 +130,11 @@ class Arithmetic(ABC):
         self.set_seed(other.seed)
         self.bias, self.gaps, self.favoured = other.bias, other.gaps, other.favoured
 
+    def settings(self) -> tuple[Any, ...]:
+        """Return what a program's results depend on, beside the program."""
+        favoured = tuple(self.favoured.tolist())
+        return (type(self), self.kind, self.seed, self.bias, tuple(self.gaps), favoured)
+
     # --- elements
 
     @abstractmethod

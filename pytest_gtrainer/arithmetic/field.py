@@ -36,14 +36,23 @@ from pytest_gtrainer.arithmetic.values import NoMeaning, Value
 
 
 class Field(Arithmetic):
-    """Numbers modulo a prime."""
+    """Numbers modulo a prime.
+
+    Attributes:
+        orders_softmax: whether the rows of a softmax have the order of its operand. One that is
+            written by hand, or taken apart by a compiler, has an order of its own.
+        has_softmax: whether there is a row to which that applies.
+    """
 
     is_exact = True
     joins_roots = False
 
-    def __init__(self, *, casts: str, seed: int = 0, modulus: int = P) -> None:
+    def __init__(
+        self, *, casts: str, seed: int = 0, modulus: int = P, orders_softmax: bool = True
+    ) -> None:
         super().__init__(seed)
         self.prime = Prime(modulus)
+        self.orders_softmax, self.has_softmax = orders_softmax, False
         self._written: dict[int, int] = {}  # elements of numbers that the program has, and keys
         self._far = _FarBelow()
         self._softmaxes: list[tuple[Elements, Elements, bool]] = []  # not yet in the table
@@ -54,6 +63,9 @@ class Field(Arithmetic):
             raise ValueError(f'casts={casts!r}: take "opaque" or "identity"')
         self.rounds = casts == "opaque"
         self.kind = "reordered" if self.rounds else "rounds elsewhere"
+
+    def settings(self) -> tuple[Any, ...]:
+        return (*super().settings(), self.orders_softmax)
 
     def narrow(self, hashes: Tensor) -> Elements:
         return hashes.remainder(self.prime.modulus)
@@ -141,6 +153,9 @@ class Field(Arithmetic):
         count = found.elements.numel()
         is_rounded = self.rounds and BITS.get(found.dtype, 53) < BITS[torch.float32]
         if not isinstance(operand, Value) or is_rounded or not 0 < count <= _LARGEST_SOFTMAX:
+            return
+        self.has_softmax = True
+        if not self.orders_softmax:
             return
         dim = call.named["dim"]
         pair = (found.elements.movedim(dim, -1), operand.elements.movedim(dim, -1))
@@ -726,8 +741,8 @@ class FieldWithExponents(Field):
     numbers are, or all their exponents. And a root times what is below it is the next power of it.
     """
 
-    def __init__(self, *, casts: str, seed: int = 0) -> None:
-        super().__init__(casts=casts, seed=seed)
+    def __init__(self, *, casts: str, seed: int = 0, orders_softmax: bool = True) -> None:
+        super().__init__(casts=casts, seed=seed, orders_softmax=orders_softmax)
         self._numbers = Field(casts=casts, seed=seed)
         self._numbers.joins_roots = True
         self._exponents = Field(casts=casts, seed=seed, modulus=Q)

@@ -398,7 +398,7 @@ class NamedProgram(Program):
     def run(self, arithmetic: Arithmetic, on_result: Any = None) -> Run:
         if on_result is not None:
             return super().run(arithmetic, on_result)
-        key = type(arithmetic), arithmetic.kind, arithmetic.seed, arithmetic.bias
+        key = arithmetic.settings()
         if key not in self._runs:
             self._runs[key] = super().run(arithmetic)
         return self._runs[key]

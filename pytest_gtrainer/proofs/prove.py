@@ -54,13 +54,30 @@ from pytest_gtrainer.worlds.spec import World
 _ARITHMETICS: Mapping[str, Sequence[Callable[[], Arithmetic]]] = {
     "identical": [lambda: Terms(strict=True)],
     "other kernels": [lambda: Terms(strict=False)],
-    "reordered": [lambda: Field(casts="opaque"), lambda: FieldWithExponents(casts="opaque")],
+    "reordered": [
+        lambda: Field(casts="opaque"),
+        lambda: FieldWithExponents(casts="opaque"),
+        lambda: FieldWithExponents(casts="opaque", orders_softmax=False),
+    ],
     "rounds elsewhere": [
         lambda: Field(casts="identity"),
         lambda: FieldWithExponents(casts="identity"),
+        lambda: FieldWithExponents(casts="identity", orders_softmax=False),
     ],
 }
 """By kind of equal, arithmetics of which one has to find it. The first says where it is not."""
+
+
+def _may_find_more(arithmetic: Arithmetic, first: Sequence[Run]) -> bool:
+    """Return whether an arithmetic may find programs equal that differ in the first one."""
+    others = [run.arithmetic for run in first]
+    if isinstance(arithmetic, Field) and not arithmetic.orders_softmax:
+        # Each order is possible, so programs that are equal in another one are equal. A softmax
+        # that is written by hand is torch's where neither has the order of its operand.
+        return any(isinstance(each, Field) and each.has_softmax for each in others)
+    # Without exp, log and roots the other field is the same.
+    return any(each.exponentials or each.roots for each in others)
+
 
 _IN_ORDER = ("identical", "other kernels")
 """Kinds that depend on the order in which ranks add."""
@@ -182,9 +199,8 @@ def _attempt(programs: Sequence[Program], kind: str) -> _Attempt:
     """Run two programs in each arithmetic that may find a kind of equal, until one does."""
     first: Sequence[Run] = ()
     for arithmetic in _ARITHMETICS[kind]:
-        others = [run.arithmetic for run in first]
-        if others and not any(each.exponentials or each.roots for each in others):
-            break  # without exp, log and roots the other field is the same
+        if first and not _may_find_more(arithmetic(), first):
+            continue
         try:
             *runs, differ = _run_both(programs, arithmetic)
         except NoMeaning as error:

@@ -6,6 +6,8 @@ from torch import nn
 
 from fixtures.ten_models import MODELS, step, ten_models
 from pytest_gtrainer import AnotherFunction, NotRecorded, facts, gt_compile, prove
+from pytest_gtrainer.proofs.programs import NamedProgram
+from pytest_gtrainer.proofs.prove import prove_programs
 
 aten = torch.ops.aten
 
@@ -122,3 +124,41 @@ def test_ten_models(name):
         step(torch.compile(model), inputs)
     proof = record.assert_same_function("reordered")
     assert len(proof.stages) >= 4
+
+
+@pytest.mark.parametrize(("limit", "kind"), [(0.5, "identical"), (0.51, "unknown"), (-0.5, "another function")])
+def test_a_stage_runs_again_for_each_order(limit, kind):
+    """Its runs are remembered, each for its own order, and for the limits that it lies between."""
+
+    def chosen(limit):
+        def call(given):
+            return {"y": torch.where(given["x"] > limit, given["x"], given["x"] * 3)}
+
+        return NamedProgram(call, {"x": torch.tensor([-1.0, 0.2, 0.7])})
+
+    assert prove_programs((chosen(limit), chosen(0.5))).kind == kind
+
+
+def test_a_softmax_that_a_compiler_takes_apart_routes_alike():
+    """Neither has the order of its operand then; a mistake in the places is told."""
+    rows = torch.randn(4, 8)
+
+    def routed(softmax, turn=0):
+        def call(given):
+            weights, places = softmax(given["x"]).topk(2)
+            return {"y": weights * given["x"].gather(-1, places.roll(turn, -1))}
+
+        return NamedProgram(call, {"x": rows})
+
+    def by_hand(x):
+        powers = (x - x.amax(-1, keepdim=True)).exp()
+        return powers / powers.sum(-1, keepdim=True)
+
+    def whole(x):
+        return x.softmax(-1)
+
+    found = [
+        prove_programs((routed(by_hand, turn), routed(whole)), at_least="reordered", at_once=True)
+        for turn in (0, 1)
+    ]
+    assert [proof.kind for proof in found] == ["reordered", "unknown"]

@@ -111,7 +111,7 @@ class Arithmetic(ABC):
         self.never_equal: set[str] = set()
         self.chosen: set[str] = set()
         self.branches: dict[str, set[str]] = {}
-        self.bias = 0
+        self.bias = self.sign = 0
         self.stabilises = False  # a largest number is sought that changes nothing
         self.masks = self.lowest = self.roots = self.has_many_limits = False
         self.limits: dict[int, int] = {}
@@ -128,12 +128,14 @@ class Arithmetic(ABC):
     def order_as(self, other: "Arithmetic") -> None:
         """Give inputs the elements that they have in another run, and the same order."""
         self.set_seed(other.seed)
-        self.bias, self.gaps, self.favoured = other.bias, other.gaps, other.favoured
+        self.bias, self.sign = other.bias, other.sign
+        self.gaps, self.favoured = other.gaps, other.favoured
 
     def settings(self) -> tuple[Any, ...]:
         """Return what a program's results depend on, beside the program."""
         favoured = tuple(self.favoured.tolist())
-        return (type(self), self.kind, self.seed, self.bias, tuple(self.gaps), favoured)
+        order = (self.seed, self.bias, self.sign, tuple(self.gaps), favoured)
+        return (type(self), self.kind, *order)
 
     # --- elements
 
@@ -239,10 +241,17 @@ class Arithmetic(ABC):
         """Return elements, equal for a number and its negative where that is known."""
         return self.compared(elements)
 
-    def _note_decision(self, *operands: Elements) -> None:
-        """Note that elements are compared: few of them may all decide alike by chance."""
+    def _note_decision(self, *operands: Elements, are_rivals: bool = True) -> None:
+        """Note that elements are compared: few of them may all decide alike by chance.
+
+        Args:
+            operands: the elements.
+            are_rivals: whether with each other, and not each with 0.
+        """
         self.decisions += 1
         self.few += all(count_different(elements) < FEW for elements in operands)
+        if not are_rivals:
+            return
         for elements in operands:
             self._note_rivals(self._unsigned(elements))
 

@@ -89,12 +89,13 @@ class Field(Arithmetic):
         return elements
 
     def leaf(self, name: Any, shape: Sequence[int]) -> Elements:
-        """Return the elements of an input; by bias all are above 0, or below."""
+        """Return the elements of an input; by bias or sign all are above 0, or below."""
         elements = super().leaf(name, shape)
-        if not self.bias:
+        sign = self.bias or self.sign
+        if not sign:
             return elements
         is_above = self.order(elements) > 0
-        return torch.where(is_above == (self.bias > 0), elements, self._negative(elements))
+        return torch.where(is_above == (sign > 0), elements, self._negative(elements))
 
     def _note_far(self, elements: Elements, value: Any) -> None:
         """Note known numbers that are far below all others, or whose negatives are."""
@@ -261,7 +262,7 @@ class Field(Arithmetic):
         results = found if isinstance(found, list) else [found]
         stored = []
         for elements, result in zip(results, call.results, strict=True):
-            if not _chooses(call):
+            if not _chooses(call) and not _scales_exactly(call):
                 elements = self.stored(elements, result.dtype)
             stored.append(elements)
         return stored
@@ -468,7 +469,7 @@ class Field(Arithmetic):
 
     def _abs(self, call: Call) -> Elements:
         elements = self.lift(call.args[0])
-        self._note_decision(elements)
+        self._note_decision(elements, are_rivals=False)
         is_negative = self.order(elements) < 0
         return torch.where(is_negative, self._negative(elements), elements)
 
@@ -661,6 +662,21 @@ def _known_numbers(operand: Any) -> Tensor | None:
     return torch.as_tensor(operand, dtype=torch.float64)
 
 
+def _scales_exactly(call: Call) -> bool:
+    """Return whether an operator multiplies by powers of two, which rounds nothing."""
+    if call.base not in ("mul", "div") or call.named.get("rounding_mode"):
+        return False
+    scaled, factor = list(call.named.values())[:2]
+    if call.base == "mul" and not isinstance(scaled, Value):
+        scaled, factor = factor, scaled
+    if not isinstance(scaled, Value) or isinstance(factor, Value | complex):
+        return False
+    if scaled.dtype != call.result.dtype:
+        return False
+    mantissas, _ = torch.frexp(torch.as_tensor(factor).double().abs())
+    return bool((mantissas == 0.5).all())
+
+
 def _chooses(call: Call) -> bool:
     """Return whether each result is an operand, or its negative, in a dtype that holds it."""
     if call.base not in _CHOICES and call.base not in ("neg", "abs"):
@@ -757,7 +773,7 @@ class FieldWithExponents(Field):
         return self._with_own_exponent(hashes.remainder(P))
 
     def leaf(self, name: Any, shape: Sequence[int]) -> Elements:
-        self._numbers.bias = self.bias
+        self._numbers.bias, self._numbers.sign = self.bias, self.sign
         numbers = self._numbers.leaf(name, shape)
         return self._pair(numbers, self._exponents.leaf(("exponent", name), shape))
 

@@ -400,6 +400,7 @@ class Aim:
 
     Attributes:
         gaps: as of an ``Arithmetic``.
+        sign: of all inputs, 1 or -1; 0 for inputs of either sign.
         is_for_limits: the run compares two limits that are not the same.
     """
 
@@ -407,10 +408,12 @@ class Aim:
     bias: int = 0
     gaps: tuple[tuple[int, int], ...] = ()
     is_for_limits: bool = False
+    sign: int = 0
 
     def give_to(self, arithmetic: Arithmetic) -> None:
         arithmetic.set_seed(self.seed)
-        arithmetic.bias, arithmetic.gaps = self.bias, self.gaps
+        arithmetic.bias, arithmetic.sign = self.bias, self.sign
+        arithmetic.gaps = self.gaps
 
 
 def aims(actual: Sequence[Chances], expected: Sequence[Chances]) -> list[Aim]:
@@ -425,10 +428,13 @@ def aims(actual: Sequence[Chances], expected: Sequence[Chances]) -> list[Aim]:
             keys.setdefault(element, abs(key))
     unlike = {keys[element] for element in unlike_limits(actual, expected)}
     ends = [0, *sorted(set(keys.values())), _LARGEST_KEY]
-    gaps, between_unlike = [], []
+    gaps, between_unlike, beside_unlike = [], [], []
     for low, high in itertools.pairwise(ends):
         gaps.append((low + 1, max(1, high - low - 1)))
-        if {low, high} & unlike and low > 0 and high < _LARGEST_KEY:
+        if not {low, high} & unlike or high == _LARGEST_KEY:
+            continue
+        beside_unlike.append(gaps[-1])
+        if low > 0:
             between_unlike.append(gaps[-1])
 
     found = []
@@ -437,6 +443,9 @@ def aims(actual: Sequence[Chances], expected: Sequence[Chances]) -> list[Aim]:
     seeds = [aim.seed for aim in found if aim.seed]
     for gap in between_unlike:
         found += [Aim(seed, gaps=(gap,), is_for_limits=True) for seed in seeds]
+    # What asks for all elements of a tensor, as (x > .3).all(), is true of one sign alone.
+    for gap, sign in itertools.product(beside_unlike, (1, -1)):
+        found.append(Aim(1, gaps=(gap,), is_for_limits=True, sign=sign))
     return found
 
 
@@ -464,7 +473,7 @@ def runs_again(*chances: Chances) -> tuple[tuple[int, int], ...]:
 
 
 _MOST_FOR_ROOTS = 8
-_LARGEST_KEY = 1 << 62
+_LARGEST_KEY = (1 << 62) + (1 << 54)  # above what ``key_of_real`` gives for any number
 
 
 def _programs(

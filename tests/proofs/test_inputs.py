@@ -350,8 +350,8 @@ def test_a_graph_that_names_only_some_of_its_results(gt_mesh, gt_world):
     assert prove(gm, gm, inputs=[(X[0],), (X[1],)], world=gt_world).kind == "identical"
 
 
-def between(x):
-    return x * 2 if ((x > 0) & (x < 1)).all() else x * 1
+def all_larger(x, y):
+    return x * 2 if (x > y).all() else x * 1
 
 
 def above(x):
@@ -360,9 +360,9 @@ def above(x):
 
 def test_a_branch_that_no_run_takes_is_named():
     # One side alone compares, so it is no "identical".
-    proof = prove(between, lambda x: x * 1, inputs=(X,))
+    proof = prove(all_larger, lambda x, y: x * 1, inputs=(X, X.flip(0)))
     assert proof.kind == "reordered"
-    line = between.__code__.co_firstlineno + 1
+    line = all_larger.__code__.co_firstlineno + 1
     assert f"all 9 orders take the same branch at test_inputs.py:{line}" in str(proof)
     both = prove(above, above, inputs=(X,))
     assert both.kind == "identical"
@@ -390,3 +390,53 @@ def test_neither_branch_is_missed(one, branch):
     assert prove(one, other, inputs=(X,)).kind == "another function"
     identical = prove(one, other, inputs=(X,), at_least="identical")
     assert "weaker kinds were not looked for" in identical.reason
+
+
+def doubled_if(condition):
+    """Return a function that doubles all elements where a condition of all of them holds."""
+    return lambda x: torch.where(condition(x), 2 * x, x)
+
+
+def scaled_by(chosen):
+    return lambda x: x / chosen(x.abs())
+
+
+ONE_LIMIT_IS_ANOTHER = {
+    "any above large ones": [doubled_if(lambda x, n=n: (x > n).any()) for n in (2000, 3000)],
+    "the range of a dtype": [
+        doubled_if(lambda x, n=n: (x.abs() < n).all()) for n in (65504, 60000)
+    ],
+    "all above": [doubled_if(lambda x, n=n: (x > n).all()) for n in (0.3, 0.4)],
+    "all below 0": [doubled_if(lambda x, n=n: (x < n).all()) for n in (-0.3, -0.4)],
+    "the least": [doubled_if(lambda x, n=n: x.min() > n) for n in (0.3, 0.4)],
+    "all within": [doubled_if(lambda x, n=n: ((x > 0) & (x < n)).all()) for n in (1, 2)],
+    "none": [doubled_if(lambda x: ((x > 0) & (x < 1)).all()), lambda x: x * 1],
+    "the largest size": [
+        scaled_by(lambda sizes: sizes.amax()),
+        scaled_by(lambda sizes: sizes.flatten()[1:].amax()),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", ONE_LIMIT_IS_ANOTHER)
+def test_a_limit_of_all_elements_is_compared(name):
+    """Large limits, and those that all elements of a tensor have to keep on one side of 0."""
+    one, other = ONE_LIMIT_IS_ANOTHER[name]
+    x = torch.randn(4, 6)
+    proof = prove(one, other, inputs=(x,))
+    assert proof.kind in ("another function", "unknown"), str(proof)
+    assert prove(one, one, inputs=(x,)).kind == "identical"
+
+
+@pytest.mark.parametrize(
+    ("one", "kind"),
+    [
+        (lambda x: x * 2 * 0.5, "reordered"),
+        (lambda x: x / 4 * 4.0, "reordered"),
+        (lambda x: x * 3 / 3, "rounds elsewhere"),
+        (lambda x: x * 2 * 0.25, "another function"),
+    ],
+)
+def test_a_power_of_two_rounds_nothing(one, kind):
+    """Within the range of the dtype, of which no arithmetic knows."""
+    assert prove(one, lambda x: x * 1, inputs=(torch.randn(4, 6).bfloat16(),)).kind == kind

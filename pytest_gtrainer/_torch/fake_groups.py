@@ -23,7 +23,11 @@ from pytest_gtrainer._torch import private_names
 from pytest_gtrainer._torch.process_groups import forget_meshes
 
 with private_names():
-    from torch._C._distributed_c10d import _unregister_process_group
+    from torch._C._distributed_c10d import (
+        _register_process_group,
+        _resolve_process_group,
+        _unregister_process_group,
+    )
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld, WorldData
 
@@ -187,3 +191,9 @@ def _world_beside(names: int) -> Iterator[None]:
     finally:
         c10d._world = outside
         forget_meshes()
+        # Whoever destroys a default group takes the names of all groups out of C++'s registry.
+        for group in outside.pg_map:
+            try:
+                _resolve_process_group(group.group_name)
+            except RuntimeError:
+                _register_process_group(group.group_name, group)

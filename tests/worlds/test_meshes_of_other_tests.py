@@ -5,9 +5,14 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from pytest_gtrainer._torch.fake_groups import fake_group_beside
+from pytest_gtrainer._torch.fake_groups import (
+    fake_group_beside,
+    new_group_names,
+    real_group_beside,
+)
 
 
 @pytest.mark.gt_world("ranks", size=4, mesh={"outer": 2, "inner": 2})
@@ -50,3 +55,22 @@ def test_a_fake_world_holds_nobody_to_its_rank_who_looks_from_another_one(gt_wor
     with fake_group_beside(7, 8):
         assert dist.get_rank() == 7
     assert dist.get_rank() == 0
+
+
+@pytest.mark.gt_world("ranks", size=2)
+@pytest.mark.parametrize("is_real", [False, True], ids=["fake", "real"])
+def test_a_world_beside_leaves_the_groups_of_the_test_their_names(gt_world, is_real):
+    """Meshes find their groups by name."""
+    pair = dist.new_group([0, 1])
+    own = init_device_mesh("cpu", (2,))
+    if is_real:
+        beside = real_group_beside("gloo", dist.HashStore(), 0, 1, new_group_names())
+    else:
+        beside = fake_group_beside(3, 4)
+    with beside:
+        assert dist.get_world_size() == (1 if is_real else 4)
+    for mesh in (own, init_device_mesh("cpu", (2,))):
+        assert mesh.get_group().size() == 2
+        dist.all_reduce(torch.ones(1), group=mesh.get_group())
+    dist.all_reduce(torch.ones(1), group=pair)
+    torch.ops._c10d_functional.all_reduce(torch.ones(1), "sum", pair.group_name)

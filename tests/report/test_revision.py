@@ -47,6 +47,7 @@ def repository(tmp_path):
     (folder / "src" / "trainer" / "__init__.py").write_text("def scale(x):\n    return 2 * x\n")
     (folder / "test_it.py").write_text(TESTS)
     (folder / "pytest.ini").write_text("[pytest]\npythonpath = src\n")
+    (folder / ".gitignore").write_text("__pycache__\n")
     git(folder, "init", "--quiet", "--initial-branch=main")
     git(folder, "add", ".")
     git(folder, "commit", "--quiet", "--message=first")
@@ -61,6 +62,8 @@ def change(repository):
 
 def environment(repository):
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    # Bytecode of a file that changes twice within a second, at one length, would be taken as fresh.
+    environ["PYTHONDONTWRITEBYTECODE"] = "1"
     return environ | {"TMPDIR": str(repository.parent / "temporary")}
 
 

@@ -363,14 +363,16 @@ class _Reader:
         group = f"{group_of(node)} {list(ranks)}"
         if name in ("isend", "irecv", "send", "recv_"):
             place = argument_of(node, "dst" if "send" in name else "src")
-            message = _message(_end(name, place, ranks, node), rank)
+            carried, tag = leaves_of(node.args[:1])[0], argument_of(node, "tag")
+            message = _message(_end(name, place, ranks, node), rank, carried, tag)
             return Launch((message,), _pair(message, group), _where(node))
 
         if name == "batch_p2p_ops":
             operations = []
-            kinds, places = argument_of(node, "op_list"), argument_of(node, "peer_list")
-            for kind, place in zip(kinds, places, strict=True):
-                operations.append(_message(_end(kind, place, ranks, node), rank))
+            names = ("op_list", "peer_list", "tensors", "tag_list")
+            ends = zip(*(argument_of(node, name) for name in names), strict=True)
+            for kind, place, carried, tag in ends:
+                operations.append(_message(_end(kind, place, ranks, node), rank, carried, tag))
             return Launch(tuple(operations), group, _where(node))
 
         sent, received = _splits(node, len(ranks))
@@ -435,11 +437,17 @@ def _end(kind: str, place: int, ranks: Sequence[int], node: fx.Node) -> Send | R
     return Receive(ranks[place])
 
 
-def _message(end: Any, rank: int) -> Operation:
+def _message(
+    end: Any, rank: int, carried: fx.Node | None = None, tag: int | None = None
+) -> Operation:
+    payload = ""
+    # NCCL takes any shape of as many elements.
+    if carried is not None and _numel(carried) is not None:
+        payload = f"tag {tag} {dtype_text(carried.meta['val'])}[{_numel(carried)}]"
     if isinstance(end, Send) and end.to != rank:
-        return Operation(SEND, (rank, end.to))
+        return Operation(SEND, (rank, end.to), payload)
     if isinstance(end, Receive) and end.source != rank:
-        return Operation(RECEIVE, (end.source, rank))
+        return Operation(RECEIVE, (end.source, rank), payload)
     if isinstance(end, Send | Receive):
         raise ValueError(f"rank {rank} has a message with itself: {end}")
 

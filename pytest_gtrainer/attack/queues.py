@@ -24,7 +24,8 @@ class Operation:
     Attributes:
         kind: "all_gather", ...; SEND or RECEIVE for a message.
         ranks: those that have to call it; of a message the sender, then the receiver.
-        payload: what has to be equal on all ranks of a collective.
+        payload: what has to be equal on all ranks of a collective, and on both ends of a message;
+            "" for a message of which the graph does not show it.
         sent, received: of an all-to-all, the elements that the rank sends to each of ``ranks``, and
             those that it expects from each; None where no graph shows the number. They differ
             between ranks, so they take no part in a comparison of operations.
@@ -109,14 +110,26 @@ class _Rank:
             return None
         return waiting[0]
 
-    def first_with(self, queue: str, operation: Operation) -> bool:
-        """Return whether an operation can run on this rank now."""
+    def first_with(self, queue: str, operation: Operation) -> Operation | None:
+        """Return this rank's part in an operation, if it can run now."""
         place = self.first(queue)
-        return place is not None and operation in self.missing[place]
+        if place is None:
+            return None
+        for own in self.missing[place]:
+            # What messages carry is compared when both ends are there.
+            is_end = operation.is_message and (own.kind, own.ranks) == (
+                operation.kind,
+                operation.ranks,
+            )
+            if is_end or own == operation:
+                return own
+        return None
 
     def complete(self, queue: str, operation: Operation) -> None:
         place = self.queues[queue][0]
-        self.missing[place].remove(operation)
+        own = self.first_with(queue, operation)
+        assert own is not None
+        self.missing[place].remove(own)
         if not self.missing[place]:
             del self.missing[place]
             self.queues[queue].pop(0)
@@ -189,7 +202,13 @@ class Queues:
             wanted = operation
             if operation.is_message:
                 wanted = _other_end(operation)
-            if other.first_with(queue, wanted):
+            part = other.first_with(queue, wanted)
+            if part is not None:
+                if operation.payload and part.payload and operation.payload != part.payload:
+                    raise Mismatch(
+                        f"rank {number} calls {_spelled(operation)}{self._place_of(number, queue)}, "
+                        f"where rank {rank} calls {_spelled(part)}{self._place_of(rank, queue)}"
+                    )
                 continue
 
             place = other.first(queue)
@@ -255,7 +274,7 @@ class Queues:
                 self.ranks[rank].complete(queue, operation)
             return
         for rank, end in zip(operation.ranks, (SEND, RECEIVE), strict=True):
-            self.ranks[rank].complete(queue, Operation(end, operation.ranks, operation.payload))
+            self.ranks[rank].complete(queue, Operation(end, operation.ranks))
 
     def _explain(self, start: int) -> str:
         """Follow who waits for whom until a rank comes again, or has ended."""

@@ -233,6 +233,58 @@ def test_batches_in_graphs():
         assert_no_deadlock({0: exchange(0), 1: stage()}, groups=GROUPS)
 
 
+def carrying(sends, *messages, batched=False):
+    """A graph of sends or receives, each of a tag, a dtype and a shape, alone or as one batch."""
+    kind = "isend" if sends else "irecv"
+    graph = fx.Graph()
+    tensors = []
+    for place, (_, dtype, shape) in enumerate(messages):
+        tensors.append(graph.placeholder(f"x{place}"))
+        tensors[-1].meta["val"] = torch.empty(shape, dtype=dtype)
+    tags, peer, count = [tag for tag, *_ in messages], 1 if sends else 0, len(messages)
+    if batched:
+        arguments = [kind] * count, [peer] * count, tags, tensors, "pp"
+        graph.call_function(functional.batch_p2p_ops.default, arguments)
+    else:
+        for tensor, tag in zip(tensors, tags, strict=True):
+            started = graph.call_function(
+                getattr(functional, kind).default, (tensor, peer, tag, "pp")
+            )
+            graph.call_function(functional.wait_tensor.default, (started,))
+    graph.output(())
+    return fx.GraphModule({}, graph)
+
+
+FIRST, SECOND = (0, torch.float32, (2, 3)), (1, torch.bfloat16, (4,))
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(
+    ("received", "says"),
+    [
+        ((SECOND, FIRST), r"with tag 0 float32\[6\].* with tag 1 bfloat16\[4\]"),
+        ((FIRST, (2, *SECOND[1:])), r"with tag 1 bfloat16\[4\].* with tag 2 bfloat16\[4\]"),
+        ((FIRST, (1, torch.float32, (4,))), r"with tag 1 bfloat16.* with tag 1 float32\[4\]"),
+        ((FIRST, (1, torch.bfloat16, (5,))), r"with tag 1 bfloat16.* with tag 1 bfloat16\[5\]"),
+    ],
+    ids=["order", "tag", "dtype", "size"],
+)
+def test_both_ends_of_a_message_have_to_fit(batched, received, says):
+    sender = carrying(True, FIRST, SECOND, batched=batched)
+    right = carrying(False, (0, torch.float32, (3, 2)), SECOND, batched=batched)
+    assert assert_no_deadlock({0: sender, 1: right}, groups=GROUPS) == ()
+    graphs = {0: sender, 1: carrying(False, *received, batched=batched)}
+    with pytest.raises(Deadlock, match=rf"rank 0 calls send to 1 {says}"):
+        assert_no_deadlock(graphs, groups=GROUPS)
+
+
+def test_a_message_whose_size_no_graph_shows_fits():
+    receiver = carrying(False, SECOND)
+    (buffer,) = receiver.graph.find_nodes(op="placeholder")
+    del buffer.meta["val"]
+    assert assert_no_deadlock({0: carrying(True, FIRST), 1: receiver}, groups=GROUPS) == ()
+
+
 def test_other_dtypes_of_one_collective():
     one, other = stage(("all_reduce", "sum")), stage(("all_reduce", "avg"))
     assert_no_deadlock({0: one, 1: one}, groups=GROUPS)

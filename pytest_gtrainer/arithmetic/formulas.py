@@ -128,7 +128,11 @@ def _attention_for_cpu(
     keys, values = (_repeat_heads(each, query.shape[1]).to(wide) for each in (key, value))
     scores = _scores(query.to(wide), keys, attn_mask, is_causal, scale)
     weights = aten._safe_softmax(scores, -1)
-    return (weights @ values).to(query.dtype), torch.logsumexp(scores, -1)
+    logsumexp = torch.logsumexp(scores, -1)
+    if attn_mask is not None:
+        # The kernel's own of a row without keys: the backward makes weights of 0 with it.
+        logsumexp = logsumexp.masked_fill(torch.isneginf(scores).all(-1), 0)
+    return (weights @ values).to(query.dtype), logsumexp
 
 
 def _attention_for_cpu_backward(
@@ -144,15 +148,19 @@ def _attention_for_cpu_backward(
     attn_mask: Any = None,
     scale: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of attention (Dao, 2023, section 2.3), of weights that are made again."""
+    """The gradients of attention (Dao, 2023, section 2.3), of weights that are made again.
+
+    As in the kernel, ``out`` and ``logsumexp`` say what the whole row is: in ring attention
+    the keys are a part of it.
+    """
     wide = torch.promote_types(query.dtype, torch.float32)
     heads = query.shape[1]
     keys, values = (_repeat_heads(each, heads).to(wide) for each in (key, value))
     gradient, queries = grad_out.to(wide), query.to(wide)
     scores = _scores(queries, keys, attn_mask, is_causal, scale)
-    weights = aten._safe_softmax(scores, -1)
+    weights = (scores - logsumexp.unsqueeze(-1)).exp()
     to_weights = gradient @ values.transpose(-2, -1)
-    along_rows = (to_weights * weights).sum(-1, keepdim=True)
+    along_rows = (gradient * out.to(wide)).sum(-1, keepdim=True)
     to_scores = weights * (to_weights - along_rows)
     to_scores = to_scores * (query.shape[-1] ** -0.5 if scale is None else scale)
 

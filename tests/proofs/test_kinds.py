@@ -277,6 +277,51 @@ def test_attention_is_what_its_formula_says(is_causal):
     assert other.kind == "another function"
 
 
+@pytest.mark.parametrize("reads_own", [False, True])
+def test_the_backward_of_attention_reads_what_the_whole_row_is(reads_own):
+    """Of a part of the keys it got the gradients of an attention to that part, whatever it read."""
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    go_back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    q, k, v = (each[None] for each in QKV)
+
+    def whole(q, k, v):
+        return go_back(q, q, k, v, *attend(q, k, v), 0.0, False)
+
+    def by_halves(q, k, v):
+        kept, found = attend(q, k, v), []
+        for keys, values in zip(k.chunk(2, 2), v.chunk(2, 2), strict=True):
+            of_row = attend(q, keys, values) if reads_own else kept
+            found.append(go_back(q, q, keys, values, *of_row, 0.0, False))
+        (left, *first), (right, *second) = found
+        return left + right, *(torch.cat(parts, 2) for parts in zip(first, second, strict=True))
+
+    kind = "another function" if reads_own else "reordered"
+    assert prove(by_halves, whole, inputs=(q, k, v)).kind == kind
+
+
+def test_a_row_without_keys_is_0_and_has_gradients_of_0():
+    mask = torch.ones(6, 6, dtype=torch.bool)
+    mask[2] = False
+
+    def by_torch(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    def by_hand(q, k, v):
+        weights = torch.softmax(((q @ k.mT) * 8**-0.5).masked_fill(~mask, -torch.inf), -1)
+        return weights.masked_fill(~mask, 0) @ v
+
+    def trained(function):
+        def run(q, k, v):
+            (function(*(each.requires_grad_() for each in (q, k, v))) ** 2).sum().backward()
+            return q.grad, k.grad, v.grad
+
+        return run
+
+    inputs = [each[None] for each in QKV]
+    assert prove(trained(by_torch), trained(by_torch), inputs=inputs).kind == "identical"
+    assert prove(by_torch, by_hand, inputs=inputs).kind in ("reordered", "unknown")
+
+
 @pytest.mark.parametrize(
     "factor", [Fraction(2), Fraction(1, 2), Fraction(-1), Fraction(8), Fraction(3, 7)]
 )

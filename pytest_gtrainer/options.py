@@ -368,6 +368,16 @@ def file_to_write(config: pytest.Config, name: str, example: str) -> Path | None
     return path
 
 
+def repeated(config: pytest.Config) -> list[str]:
+    """Return the options that a command repeats which runs a test again: those of its ranks."""
+    found = []
+    for flag in ("--gt-gpus", "--gt-device"):
+        value = config.getoption(flag)
+        if value is not None:
+            found.append(f"{flag}={value}")
+    return found
+
+
 def wants_report(config: pytest.Config) -> bool:
     """Return whether the run records graphs and digests: for a page, a summary or a comparison."""
     names = ("report", "summary", "report-against", "against")

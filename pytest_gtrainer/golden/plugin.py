@@ -386,11 +386,7 @@ class GoldenPlugin:
         """Return the command that accepts this test's goldens, from the current folder."""
         path, separator, rest = id_of(item).partition("::")
         here = Path(os.path.relpath(self.root / path, self.config.invocation_params.dir)).as_posix()
-        repeated = []
-        for flag in ("--gt-gpus", "--gt-device"):
-            value = self.config.getoption(flag)
-            if value is not None:
-                repeated.append(f"{flag}={value}")
+        repeated = options.repeated(self.config)
         return shlex.join(["pytest", here + separator + rest, *repeated, "--gt-update-goldens"])
 
 

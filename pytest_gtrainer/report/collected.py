@@ -109,14 +109,18 @@ class Test:
         return ", ".join(dict.fromkeys(map(world_label, of_kind(self.facts, "world"))))
 
     @property
-    def headline(self) -> str:
-        """The first line of the failure, as in the terminal's short summary, or ""."""
+    def message(self) -> str:
+        """The message of the failure, or ""."""
         for report in self.reports:
             if report.failed:
                 crash = getattr(report.longrepr, "reprcrash", None)
-                message = report.longreprtext if crash is None else str(crash.message)
-                return message.strip().partition("\n")[0][:300]
+                return report.longreprtext if crash is None else str(crash.message)
         return ""
+
+    @property
+    def headline(self) -> str:
+        """The first line of the failure, as in the terminal's short summary, or ""."""
+        return self.message.strip().partition("\n")[0][:300]
 
     def find(self, kind: str) -> list[Fact]:
         """Return the shown facts of a kind, of the lowest rank that has any.

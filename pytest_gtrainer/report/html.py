@@ -5,13 +5,16 @@ opened, so a thousand tests and a graph of 40,000 nodes cost a reader only what 
 """
 
 import json
+import shlex
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
 from pytest_gtrainer import facts
 from pytest_gtrainer.facts import packed
+from pytest_gtrainer.report.cards import build_card, shown_by_world
 from pytest_gtrainer.report.changes import Earlier, describe_failure
 from pytest_gtrainer.report.collected import ORDER, Test
 
@@ -30,6 +33,7 @@ class Run:
         tests: the tests, sorted with failures first.
         earlier: the page that the run is compared with.
         folder: the path from the working directory to the root of the run, as "" or "tests/".
+        options: what a command repeats of this run's, as "--gt-gpus=2".
         details: for each test what the page draws when the test is opened.
     """
 
@@ -39,6 +43,7 @@ class Run:
     tests: list[Test]
     earlier: Earlier | None = None
     folder: str = ""
+    options: Sequence[str] = ()
     details: list[dict[str, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -49,6 +54,10 @@ class Run:
             self.summary = [*self.summary, self.earlier.summary({test.name for test in self.tests})]
         self.title, self.made = facts.one_line(self.title), facts.one_line(self.made)
         self.summary = list(map(facts.one_line, self.summary))
+
+    def again(self, test: Test) -> str:
+        """Return the command that runs a test again, from the working directory."""
+        return shlex.join(["pytest", self.folder + test.name, *self.options])
 
     @property
     def counts(self) -> list[tuple[str, int]]:
@@ -77,7 +86,9 @@ def render_page(run: Run) -> str:
     if run.earlier is not None:
         for key in run.earlier.shown & run.earlier.graphs.keys():
             texts[key] = run.earlier.graphs[key]
-    rows = [_build_row(*each) for each in zip(run.tests, run.details, strict=True)]
+    rows = []
+    for test, details in zip(run.tests, run.details, strict=True):
+        rows.append(_build_row(test, details, run.again(test)))
     source = resources.files(__package__) / "template"
     # Escaped, since names of tests and messages of failures may hold markup.
     template = Environment(autoescape=True, trim_blocks=True).from_string(
@@ -86,6 +97,7 @@ def render_page(run: Run) -> str:
     return template.render(
         run=run,
         tests=rows,
+        shown=shown_by_world(run.tests),
         texts=texts,
         schedules=schedules,
         memories=memories,
@@ -94,7 +106,7 @@ def render_page(run: Run) -> str:
     )
 
 
-def _build_row(test: Test, details: dict[str, Any]) -> dict[str, Any]:
+def _build_row(test: Test, details: dict[str, Any], again: str) -> dict[str, Any]:
     """Build the line of a test in the list; the page's search reads its ``words``."""
     changed = [line[:300] for line in [*details["changed"], *details["earlier"]["lines"]]]
     words = [test.name, test.outcome, test.world]
@@ -105,7 +117,7 @@ def _build_row(test: Test, details: dict[str, Any]) -> dict[str, Any]:
         "name": facts.one_line(test.name),
         "outcome": test.outcome,
         "world": facts.one_line(test.world),
-        "headline": facts.one_line(test.headline),
+        "card": build_card(test, again),
         "time": f"{sum(report.duration for report in test.reports):.2f} s",
         "changed": changed,
         "words": facts.escaped(" ".join(words)).lower()[:_MOST_WORDS],

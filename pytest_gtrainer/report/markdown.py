@@ -2,7 +2,6 @@
 
 import html
 import re
-import shlex
 
 from pytest_gtrainer.facts import escaped, spell_counts
 from pytest_gtrainer.report.changes import BAD
@@ -36,14 +35,14 @@ def render_summary(run: Run) -> str:
             lines = [*details["changed"], *details["earlier"]["lines"]]
             if test.headline:
                 lines.insert(0, test.headline)
-            parts.append(_render_test(test, lines, run.folder))
+            parts.append(_render_test(test, lines, run.again(test)))
         if len(tests) > MOST_TESTS:
             parts.append(f"… and {len(tests) - MOST_TESTS} more.")
 
     return "\n\n".join(parts) + "\n"
 
 
-def _render_test(test: Test, lines: list[str], folder: str) -> str:
+def _render_test(test: Test, lines: list[str], again: str) -> str:
     head = f"**{code(test.name)}** {test.outcome}"
     if test.world:
         head += f", {text(test.world)}"
@@ -55,10 +54,9 @@ def _render_test(test: Test, lines: list[str], folder: str) -> str:
             # The beginning of a message names the failure, the end says what to do.
             half = _MOST_OUTPUT // 2
             failure = f"{failure[:half]}\n[…]\n{failure[-half:]}"
-        again = code(shlex.join(["pytest", folder + test.name]))
         parts += [
             f"\n<details><summary>The failure</summary>\n\n{fenced(failure)}\n",
-            f"Run it again: {again}\n\n</details>",
+            f"Run it again: {code(again)}\n\n</details>",
         ]
 
     return "\n".join(parts)

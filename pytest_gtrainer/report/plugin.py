@@ -203,6 +203,7 @@ class ReportPlugin:
                 tests=list(self._tests.values()),
                 earlier=self.earlier,
                 folder="" if folder == "." else f"{folder}/",
+                options=options.repeated(self.config),
             )
             if self.revision is not None and self.earlier is not None:
                 lines += [(line, False) for line in self._describe_moves(run)]
@@ -333,7 +334,9 @@ class VerdictTables:
             report.sections.append(("gtrainer differences", saved))
         is_different = verdict.outcome == "different"
         if is_different and self._ran_passes and not options.get(item.config, "bisect"):
-            again = shlex.join(["pytest", item.nodeid, "--gt-bisect"])
+            again = shlex.join(
+                ["pytest", item.nodeid, *options.repeated(item.config), "--gt-bisect"]
+            )
             report.sections.append(("gtrainer next", f"which pass it was: {again}"))
         return report
 

@@ -75,11 +75,13 @@ def chromium(*arguments):
     return done.stdout
 
 
-def does(page, folder, actions):
+def does(page, folder, actions, *flags):
     """Return the result of the script ``actions`` in the page."""
     acted = folder / "acted.html"
     acted.write_text(page.replace("</body>", HELPERS.replace("%s", actions) + "</body>"))
-    seen = re.search(r"<title>(.*?)</title>", chromium("--dump-dom", acted.as_uri()), re.DOTALL)[1]
+    seen = re.search(
+        r"<title>(.*?)</title>", chromium(*flags, "--dump-dom", acted.as_uri()), re.DOTALL
+    )[1]
     return json.loads(html.unescape(seen))
 
 
@@ -301,6 +303,34 @@ def judged_page():
     judged = Collected("tests/test_step.py::test_judged")
     judged.add(_report(result, "failed", f"pytest_gtrainer.{error.typename}: {error.value}"))
     return render_page(Run("a layout and bits that differ", "", [], [judged]))
+
+
+@pytest.mark.parametrize("width", [360, 768, 1440])
+def test_a_card_shows_the_kind_the_message_and_a_picture_at_any_width(tmp_path, width):
+    """Chromium's own window is at least 500 pixels wide, so the page stands in a frame."""
+    page = html.escape(judged_page())
+    frame = f'<body><iframe style="width:{width}px;height:800px" srcdoc="{page}"></iframe></body>'
+    seen = does(
+        frame,
+        tmp_path,
+        """
+        const inside = one("iframe").contentDocument;
+        for (let tries = 0; tries < 20 && !one(".picture svg", inside); tries++) await settled();
+        const card = one(".card", inside), lines = all("line title", card);
+        const before = { kind: one(".kind", card).textContent, moved: lines.length,
+          message: one(".message", card).textContent, map: all(".bits .differs", card).length,
+          wide: inside.documentElement.scrollWidth, name: one(".name", inside).clientWidth };
+        one("h2 button", inside).click(); await settled();
+        return { ...before, hidden: one(".picture", inside).hidden };
+    """,
+        f"--window-size={width + 200},900",
+    )
+    assert seen["kind"] == "bits differ"
+    assert seen["message"].startswith("different: ")
+    assert (seen["moved"], seen["map"]) == (2, 3)
+    assert seen["wide"] <= width
+    assert seen["name"] > 150
+    assert seen["hidden"]  # the test's details have the same picture
 
 
 def test_layouts_stand_above_each_other_and_the_tensors_that_differ_are_a_map(tmp_path):

@@ -46,7 +46,7 @@ def test_a_failures_first_line_stands_in_the_list_and_in_what_is_searched():
     page = render_page(
         Run("run", "", [], [a_test(outcome="failed", longrepr="ValueError: Twice\nmore")])
     )
-    assert '<p class="headline">ValueError: Twice</p>' in page
+    assert '<pre class="message">ValueError: Twice\nmore</pre>' in page
     assert "valueerror: twice" in re.search(r'data-words="([^"]*)"', page)[1]
 
 

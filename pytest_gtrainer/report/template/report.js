@@ -65,17 +65,36 @@ async function toggle(test, open) {
   const body = test.querySelector(".body"), button = test.querySelector("h2 button");
   open = open === undefined ? body.hidden : open;
   body.hidden = !open;
+  const picture = test.querySelector(".picture");
+  if (picture) picture.hidden = open;  // the body has it, too
   button.setAttribute("aria-expanded", String(open));
   if (open && !body.dataset.drawn) {
     body.dataset.drawn = "drawing";
     try {
-      draw(body, JSON.parse(await unpack(document.getElementById("d" + test.id.slice(1)).textContent)));
+      draw(body, await detailsOf(test));
     } catch (error) {
       body.append(el("p", {}, `The details could not be read: ${error}`));
     }
     body.dataset.drawn = "done";
   }
 }
+
+const detailsOf = async (test) => JSON.parse(await unpack(document.getElementById("d" + test.id.slice(1)).textContent));
+
+// What one sees of a failed test before opening it: where bits differ, or two payloads.
+async function drawPicture(test) {
+  const details = await detailsOf(test);
+  const differing = details.comparisons.find((each) => each.differing.length && (each.must_differ ? each.outcome !== "different" : each.outcome !== "equal"));
+  const paired = details.layouts.find((each) => each.problems.length && each.sides.length === 2);
+  const parts = [differing && bitsMap(differing, ranksOf(differing)), paired && pairedSides(...paired.sides)[0]];
+  test.querySelector(".picture").append(...parts.filter(Boolean));
+}
+
+// A page may have a thousand failed tests: each is drawn when it comes near the window.
+const pictures = new IntersectionObserver((entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => {
+  pictures.unobserve(entry.target);
+  drawPicture(entry.target);
+}), { rootMargin: "600px" });
 
 function draw(body, test) {
   const parts = [
@@ -115,10 +134,12 @@ function folded(title, make) {
 
 // --- digests -------------------------------------------------------------------------------
 
+const ranksOf = (compared) => [...new Set([...compared.actual, ...compared.expected].map((row) => row[1]))].sort((a, b) => a - b);
+
 function comparison(compared, failures) {
   const verdict = compared.must_differ ? `${compared.outcome}, and it had to differ` : compared.outcome;
   const title = `Comparison${compared.what ? " of " + compared.what : ""}: ${verdict} (${counted(compared.tensors, "tensor")})`;
-  const ranks = [...new Set([...compared.actual, ...compared.expected].map((row) => row[1]))].sort((a, b) => a - b);
+  const ranks = ranksOf(compared);
   const found = new Map();
   for (const [side, rows] of [["actual", compared.actual], ["expected", compared.expected]])
     for (const [step, rank, phase, digest] of rows) {
@@ -601,7 +622,10 @@ function curve(name, side, highest) {
 document.getElementById("search").addEventListener("input", sift);
 document.querySelectorAll("input[data-outcome]").forEach((box) => box.addEventListener("change", sift));
 document.getElementById("fold").addEventListener("click", () => tests.forEach((test) => toggle(test, false)));
-for (const test of tests) test.querySelector("h2 button").addEventListener("click", () => toggle(test));
+for (const test of tests) {
+  test.querySelector("h2 button").addEventListener("click", () => toggle(test));
+  if (test.querySelector(".picture")) pictures.observe(test);
+}
 for (const place of location.hash.slice(1).split(",").filter(Boolean)) {
   const [id, ...rest] = place.split(".");
   const test = document.getElementById(id);

@@ -128,7 +128,7 @@ LEFT_BEHIND = {
     ),
     "hooks of saved tensors": (
         "saved_tensors_hooks(str, str).__enter__()",
-        "saved-tensor hooks from None to",
+        "saved-tensor hooks from none to str and str",
     ),
     "a hook of all forwards": (
         "module.register_module_forward_hook(print)",

@@ -155,8 +155,12 @@ MODES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 def shown(value: Any) -> str:
     """Return a value of ``MODES`` as text: modes by their classes, hooks by their number."""
+    if value is None:
+        return "none"
     if isinstance(value, list):
         return f"{sum(map(len, value))} hooks"
     if isinstance(value, tuple) and all(hasattr(mode, "__exit__") for mode in value):
         return ", ".join(type(mode).__name__ for mode in value) or "none"
+    if isinstance(value, tuple) and all(map(callable, value)):
+        return " and ".join(getattr(hook, "__qualname__", repr(hook)) for hook in value)
     return str(value)

@@ -126,12 +126,12 @@ def _shared(actual: Mapping[Key, Tensor], expected: Mapping[Key, Tensor]) -> str
         )
 
     # Two optimisers, say, may name the same parameters in another order: then the way from ours to
-    # theirs, and on from there, comes back.
+    # theirs, and on from there, comes back. Views of other shapes may begin at one address.
     ways: TopologicalSorter[object] = TopologicalSorter()
     for key, tensor in expected.items():
         ours, theirs = _place_in_memory(actual[key]), _place_in_memory(tensor)
         if ours is not None and theirs is not None:
-            ways.add(ours, theirs)
+            ways.add(ours[:2], theirs[:2])  # device and address
     try:
         ways.prepare()
     except CycleError:

@@ -25,6 +25,7 @@ from pytest_gtrainer._torch.autograd import (
     method_of_hook,
 )
 from pytest_gtrainer._torch.graph_text import hooks_of
+from pytest_gtrainer._torch.modes import MODES, shown
 from pytest_gtrainer._torch.random_states import GeneratorStates, random_state, without_modes
 from pytest_gtrainer._torch.tracing import AutocastAround, current_annotation
 from pytest_gtrainer._torch.values import parts_of, storage_id
@@ -371,6 +372,9 @@ def refusing_random_states() -> Iterator[None]:
         kept.put_back()
 
 
+_AROUND = ("global module hooks", "saved-tensor hooks", "torch function modes")
+
+
 @dataclass(frozen=True, slots=True)
 class RunMode:
     """The mode that a model was called in: a graph holds the computation of one mode.
@@ -380,11 +384,14 @@ class RunMode:
         autocast: device types for which autocast is on, each with its dtype, and whether it keeps
             casts, which decides in which dtype gradients of a parameter are added.
         modules: FQNs of all modules, each with its class and the number of its hooks, in words.
+        around: what else would change what eager code computes here, in words: hooks of all modules
+            and of saved tensors, and function modes.
     """
 
     evaluating: tuple[str, ...] = ()
     autocast: tuple[tuple[str, torch.dtype, bool], ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
+    around: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module, tensors: Sequence[Any]) -> "RunMode":
@@ -401,7 +408,11 @@ class RunMode:
                 evaluating.append(fqn)
             count = sum(map(len, hooks_of(module).values()))
             modules.append((fqn, f"a {type(module).__qualname__} with {count} hooks"))
-        return cls(tuple(evaluating), tuple(autocast), tuple(modules))
+        around = []
+        for name in _AROUND:
+            read, _ = MODES[name]
+            around.append((name, shown(read())))
+        return cls(tuple(evaluating), tuple(autocast), tuple(modules), tuple(around))
 
     def refuse_other(self, other: "RunMode") -> None:
         """Refuse a replay in the mode ``other`` of a step that was traced in this one.
@@ -431,6 +442,13 @@ class RunMode:
                 f"the step was traced {_spell(self.autocast)} and is replayed "
                 f"{_spell(other.autocast)}: replay it in the context of its trace, or trace again"
             )
+
+        for (name, was), (_, now) in zip(self.around, other.around, strict=True):
+            if was != now:
+                raise ValueError(
+                    f"{name} were {was} at the trace and are {now}, which a graph does not run: "
+                    "replay it in the context of its trace, or trace again"
+                )
 
     @contextmanager
     def without_autocast(self) -> Iterator[None]:

@@ -245,7 +245,8 @@ class TracedStep:
         self.mode.refuse_other(mode)
         facts.notify("replay", gm=self.gm, inputs=flat)
         with torch.no_grad(), mode.without_autocast():
-            results = self.gm(*flat)
+            # Not by a call of the module: hooks of all modules are in the graph, and would run twice.
+            results = self.gm.forward(*flat)
         expected = 1 + len(self.trainable_fqns)
         if not isinstance(results, list | tuple):
             returned = f"a {type(results).__name__}, not {expected}"

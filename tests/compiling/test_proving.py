@@ -126,7 +126,9 @@ def test_ten_models(name):
     assert len(proof.stages) >= 4
 
 
-@pytest.mark.parametrize(("limit", "kind"), [(0.5, "identical"), (0.51, "unknown"), (-0.5, "another function")])
+@pytest.mark.parametrize(
+    ("limit", "kind"), [(0.5, "identical"), (0.51, "unknown"), (-0.5, "another function")]
+)
 def test_a_stage_runs_again_for_each_order(limit, kind):
     """Its runs are remembered, each for its own order, and for the limits that it lies between."""
 

@@ -305,6 +305,9 @@ class TestUnverified:
         assert compare(*sides).outcome == "unverified"
         assert "are the same memory under other names" in compare(*sides).reasons[0]
         assert compare(views[1:], views[:-1]).outcome == "equal", "each against the next one"
+        shorter = [{"a": side["a"].view(1, -1), "b": side["b"][:1]} for side in sides]
+        if count == 2:
+            assert compare(*shorter).outcome == "unverified", "each name has a shape of its own"
         with_own = [side | {"own": torch.ones(1)} for side in sides]
         assert compare(*with_own).outcome == "unverified"
 

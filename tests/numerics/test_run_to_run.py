@@ -598,7 +598,9 @@ def test_one_run_is_refused():
 
 def test_a_pressure_that_is_none_is_refused():
     """Before the function runs."""
-    with pytest.raises(TypeError, match=r"pressures has 'foo': give a Pressure\(name, run\), or some"):
+    with pytest.raises(
+        TypeError, match=r"pressures has 'foo': give a Pressure\(name, run\), or some"
+    ):
         assert_run_to_run(lambda: 1 / 0, pressures=(*PRESSURES, "foo"))
 
 

@@ -1,5 +1,6 @@
 """A trace refuses what its graph would lose: wrapped modules, hooks, gradients in the step."""
 
+import contextlib
 import copy
 
 import pytest
@@ -401,6 +402,57 @@ def test_hooks_on_modules_and_activations_are_traced(net, inputs, train_step, re
         train_step(model, *inputs).backward()
     assert_bitwise_equal(traced, gradients(net))
     assert_bitwise_different(traced, gradients(plain))
+
+
+def double(module, inputs, output):
+    return 2 * output
+
+
+class Doubling(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def global_hook(register, hook):
+    handle = register(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+AROUND_A_STEP = {
+    "forward hook": lambda: global_hook(nn.modules.module.register_module_forward_hook, double),
+    "forward pre-hook": lambda: global_hook(
+        nn.modules.module.register_module_forward_pre_hook, lambda module, inputs: None
+    ),
+    "backward hook": lambda: global_hook(
+        nn.modules.module.register_module_full_backward_hook, lambda module, gave, got: None
+    ),
+    "saved-tensor hooks": lambda: torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x, lambda x: x
+    ),
+    "function mode": Doubling,
+}
+
+
+@pytest.mark.parametrize("around", AROUND_A_STEP.values(), ids=list(AROUND_A_STEP))
+@pytest.mark.parametrize("at", ["trace", "replay"])
+def test_what_stands_around_all_modules_is_the_same_at_the_replay(
+    net, inputs, train_step, around, at
+):
+    """V5: eager code would run it, a graph does only if the trace did."""
+    with around() if at == "trace" else contextlib.nullcontext():
+        traced = trace_step(net, train_step, inputs)
+        if at == "trace":
+            traced.replay(net, *inputs)
+    what = "(global module hooks|saved-tensor hooks|torch function modes) were .* at the trace"
+    with (
+        around() if at == "replay" else contextlib.nullcontext(),
+        pytest.raises(ValueError, match=what),
+    ):
+        traced.replay(net, *inputs)
 
 
 def test_an_input_that_autograd_computed_is_refused(net, inputs, train_step):

@@ -70,22 +70,22 @@ def kept(value: Tensors) -> Kept:
 
 
 def memory_of(value: Tensors) -> list[Any]:
-    """Return where a result lies and how often that was written to; empty if nobody can say.
+    """Return where a result lies and how often that was written to.
 
-    If two runs return the same, the second has computed nothing.
+    If two runs return the same, the second has computed nothing, or has written where nobody
+    counts: in inference mode, or through ``.data``.
     """
     if isinstance(value, Record):
         return [id(value)]
     found: list[Any] = []
     for key, tensor in entries(value).items():
         for part in parts_of(tensor):  # of a DTensor the local one
-            if part.is_inference():
-                return []
+            writes = None if part.is_inference() else writes_to(part)
             # A sparse tensor has no one storage: it is made anew if it is another object.
             if not has_storage(part):
-                found.append((key, id(part), writes_to(part)))
+                found.append((key, id(part), writes))
             elif part.numel():
-                found.append((key, storage_id(part), writes_to(part)))
+                found.append((key, storage_id(part), writes))
     return found
 
 
@@ -412,9 +412,9 @@ def assert_run_to_run(
         facts.emit("verdict", outcome=verdict.label, tensors=verdict.compared, what=what)
         if is_cached:
             raise BitwiseDifference(
-                f"{what or 'the run'} returns what the first one made, and nothing has written to "
-                "it since: let the function compute it anew, or return a clone, as autograd counts "
-                f"no writes through .data\n{verdict}",
+                f"{what or 'the run'} returns what the first one made, and no write to it has been "
+                "counted since: let the function compute it anew, or return a clone, as nobody "
+                f"counts writes through .data and in inference mode\n{verdict}",
                 verdict,
             )
         if verdict.outcome != "equal":

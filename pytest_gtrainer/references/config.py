@@ -550,13 +550,15 @@ def record_state(
     step: int,
     rank: int,
     parameters: Named,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     buffers: Named,
 ) -> None:
     """Record weights, what the optimiser keeps of each, and buffers."""
     for name, parameter in parameters:
         record.add(step, rank, "weight", name, local(parameter.detach()))
-        state: dict[str, Any] = optimizer.state.get(parameter, {})
+        state: dict[str, Any] = {}
+        if optimizer is not None:
+            state = optimizer.state.get(parameter, {})
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 record.add(step, rank, "optimizer", f"{name}.{key}", local(value.detach()))

@@ -218,13 +218,12 @@ class RunRecorder:
         if loss is not None:
             self.add("loss", "loss", loss)
         if model is not None:
-            state = nn.ParameterDict() if optimizer is None else optimizer
             record_state(
                 self.record,
                 self._step,
                 self._rank,
                 model.named_parameters(),
-                state,
+                optimizer,
                 model.named_buffers(),
             )
         self._step += 1
@@ -234,7 +233,16 @@ class RunRecorder:
         self.record.add(self._step, self._rank, phase, name, local(tensor.detach()))
 
     def layout_of(self, subject: BucketLayout | AnyGraph, *, names: Names | None = None) -> None:
-        """Note where this side puts each parameter: a layout, or a graph, with ``names``."""
+        """Note where this side puts each parameter: a layout, or a graph, with ``names``.
+
+        Raises:
+            ValueError: this side has noted one before.
+        """
+        if self.layout is not None:
+            raise ValueError(
+                "run.layout_of() was called twice: a side has one layout, so merge them, or "
+                "compare the others by assert_same_layout"
+            )
         if not isinstance(subject, BucketLayout):
             subject = bucket_layout(subject, names=names)
         self.layout = subject
@@ -354,7 +362,7 @@ def _judge(
             own.tensors,
             theirs.tensors,
             what,
-            check_layout=partial(_check_layouts, own.layout, theirs.layout),
+            check_layout=partial(_check_layouts, own.layouts, theirs.layouts),
             where="here",
             row=row,
             explain=lambda verdict: [
@@ -368,10 +376,10 @@ def _judge(
     if failure is not None:
         raise failure
     if failed:  # no rank may start a control that another does not join
-        return EqualRuns(own.tensors, theirs.tensors, None, own.layout)
+        return EqualRuns(own.tensors, theirs.tensors, None, own.layouts[0])
     if control is None:
         proven = require_identical(prove_it(), what, row)
-        return EqualRuns(own.tensors, theirs.tensors, None, own.layout, proven)
+        return EqualRuns(own.tensors, theirs.tensors, None, own.layouts[0], proven)
 
     other = _run(control, "control", world)
     verdict = _compare_with_control(other.tensors, own.tensors)
@@ -379,15 +387,18 @@ def _judge(
     if verdict.outcome != "different":
         row["result"] = "equal, but proves nothing: so is the control"
     require_difference(verdict, "", _why_equal)
-    return EqualRuns(own.tensors, theirs.tensors, verdict, own.layout)
+    return EqualRuns(own.tensors, theirs.tensors, verdict, own.layouts[0])
 
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """What a side has made; ``memory`` and ``made`` say where its own tensors lie."""
+    """What a side has made; ``memory`` and ``made`` say where its own tensors lie.
+
+    ``layouts`` has one for each rank that ran here, None where a rank noted none.
+    """
 
     tensors: Kept
-    layout: BucketLayout | None
+    layouts: tuple[BucketLayout | None, ...]
     memory: list[Any]
     made: Any
 
@@ -403,7 +414,8 @@ def _run(side: Side, name: str, world: World | None) -> _Ran:
         error.add_note(f"raised by the {name} side of assert_runs_equal")
         raise
     memory = [place for ran in ranks for place in ran.memory]
-    return _Ran(_of_all_ranks(ranks), ranks[0].layout, memory, [ran.made for ran in ranks])
+    layouts = tuple(layout for ran in ranks for layout in ran.layouts)
+    return _Ran(_of_all_ranks(ranks), layouts, memory, [ran.made for ran in ranks])
 
 
 def _run_here(side: Side) -> _Ran:
@@ -413,7 +425,7 @@ def _run_here(side: Side) -> _Ran:
     recorder = RunRecorder(Record(size, rank if size > 1 else None), rank)
     with random_states_kept():
         made = recorder.call(side)
-        return _Ran(kept(made), recorder.layout, memory_of(made), made)
+        return _Ran(kept(made), (recorder.layout,), memory_of(made), made)
 
 
 def _of_all_ranks(ranks: Sequence[_Ran]) -> Kept:
@@ -432,7 +444,7 @@ def _doubts(actual: _Ran, expected: _Ran) -> list[str]:
     found = []
     if actual.memory and actual.memory == expected.memory:
         found.append(
-            "both sides return the same memory, and nothing has written to it between them: "
+            "both sides return the same memory, and no write to it was counted between them: "
             "compute it anew on each side"
         )
     for key, tensor in entries(expected.tensors).items():
@@ -446,13 +458,28 @@ def _doubts(actual: _Ran, expected: _Ran) -> list[str]:
     return found
 
 
-def _check_layouts(actual: BucketLayout | None, expected: BucketLayout | None) -> tuple[str, ...]:
-    if actual is None and expected is None:
+def _check_layouts(
+    actual: Sequence[BucketLayout | None], expected: Sequence[BucketLayout | None]
+) -> tuple[str, ...]:
+    """Compare the layouts of all ranks that ran here."""
+    if not any([*actual, *expected]):
         return ()
-    if actual is None or expected is None:
-        lacking = "actual" if actual is None else "expected"
-        raise ValueError(f"the {lacking} side noted no layout, and the other did: run.layout_of()")
-    return assert_same_layout(actual, expected, actual_is="actual")
+    found: dict[str, None] = {}
+    for rank, (own, theirs) in enumerate(zip(actual, expected, strict=True)):
+        of_rank = f" on rank {rank}" if len(actual) > 1 else ""
+        if own is None or theirs is None:
+            lacking = "actual" if own is None else "expected"
+            both = "neither side did" if own is theirs else "the other did"
+            raise ValueError(
+                f"the {lacking} side noted no layout{of_rank}, and {both}: run.layout_of()"
+            )
+        try:
+            found |= dict.fromkeys(assert_same_layout(own, theirs, actual_is="actual"))
+        except LayoutDifference as difference:
+            if not of_rank:
+                raise
+            raise LayoutDifference(f"on rank {rank}: {difference}") from None
+    return tuple(found)
 
 
 def _compare_with_control(control: Kept, actual: Kept) -> Verdict:

@@ -159,7 +159,19 @@ def record():
 RECORD = make_run()
 
 
-@pytest.mark.parametrize("function", [whole, views, record])
+with torch.inference_mode():
+    INFERRED = torch.ones(3)
+
+
+def inferred():
+    return {"x": INFERRED}
+
+
+def inferred_beside_cached():
+    return {"x": INFERRED, "y": CACHED}
+
+
+@pytest.mark.parametrize("function", [whole, views, record, inferred, inferred_beside_cached])
 def test_a_result_that_is_cached_proves_nothing(function):
     """V6: no run but the first has computed anything."""
     with (
@@ -197,6 +209,8 @@ def test_a_write_that_autograd_does_not_count_needs_a_clone():
     with pytest.raises(BitwiseDifference, match=r"return a clone, as .* through \.data"):
         assert_run_to_run(writes, 2, pressures=[])
     assert assert_run_to_run(lambda: [writes()[0].clone()], 2, pressures=[]).equal == ["run 2"]
+    again = assert_run_to_run(lambda: [INFERRED.clone()], 2, pressures=[])
+    assert again.equal == ["run 2"]
 
 
 def computes_beside():

@@ -10,12 +10,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from pytest_gtrainer import (
     AnotherFunction,
     BitwiseDifference,
+    BucketLayout,
     LayoutDifference,
     Record,
     VacuousCheck,
     assert_runs_equal,
     bucket_layout,
 )
+from pytest_gtrainer.graph.layout import Payload, Slot
 
 THREE = pytest.mark.gt_world("ranks", size=3)
 TWO_NODES = pytest.mark.gt_world("simulated", size=4, nodes=2)
@@ -370,3 +372,98 @@ def test_layouts(gt_world):
         assert_runs_equal(
             side(layouts[0]), lambda run: run.step(torch.tensor(1.0)), control=side(layouts[0], 2.0)
         )
+
+
+PAYLOADS = {
+    order: BucketLayout(
+        (
+            Payload(
+                "all_gather",
+                torch.float32,
+                (0, 1, 2),
+                "",
+                tuple(Slot(name, 8 * place, 8) for place, name in enumerate(order)),
+            ),
+        )
+    )
+    for order in ("ab", "ba")
+}
+
+
+def with_layouts(orders, value=1.0):
+    """A side whose rank r notes the layout orders[r]; None for none."""
+
+    def train(run):
+        order = orders[dist.get_rank()]
+        if order is not None:
+            run.layout_of(PAYLOADS[order])
+        run.step(torch.tensor(value))
+
+    return train
+
+
+SIMULATED = pytest.mark.gt_world("simulated", size=3)
+
+
+@SIMULATED
+@pytest.mark.parametrize("rank", range(3))
+def test_layouts_of_all_simulated_ranks_are_compared(gt_world, rank):
+    orders = ["ab"] * 3
+    orders[rank] = "ba"
+    control = with_layouts(["ab"] * 3, 2.0)
+    with pytest.raises(LayoutDifference, match=f"on rank {rank}: "):
+        assert_runs_equal(
+            with_layouts(["ab"] * 3), with_layouts(orders), control=control, world=gt_world
+        )
+    assert assert_runs_equal(
+        with_layouts(orders), with_layouts(orders), control=control, world=gt_world
+    ).layout
+
+
+@SIMULATED
+@pytest.mark.parametrize("rank", range(3))
+def test_a_simulated_rank_without_a_layout_is_named(gt_world, rank):
+    orders: list[str | None] = ["ab"] * 3
+    orders[rank] = None
+    some, all_of_them = with_layouts(orders), with_layouts(["ab"] * 3)
+    control = with_layouts(["ab"] * 3, 2.0)
+    for sides, words in (
+        ((some, all_of_them), f"the actual side noted no layout on rank {rank}, and the other did"),
+        ((all_of_them, some), f"the expected side noted no layout on rank {rank}"),
+        ((some, some), f"noted no layout on rank {rank}, and neither side did"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            assert_runs_equal(*sides, control=control, world=gt_world)
+
+
+def test_a_second_layout_is_refused():
+    def twice(run):
+        run.layout_of(PAYLOADS["ba"])
+        run.layout_of(PAYLOADS["ab"])
+
+    with pytest.raises(ValueError, match="called twice"):
+        assert_runs_equal(twice, twice, control=twice)
+
+
+def test_a_step_without_an_optimizer_records_weights():
+    def side(scale):
+        def train(run):
+            model = run.start(nn.Linear(2, 2))
+            loss = scale * model(torch.ones(1, 2)).sum()
+            loss.backward()
+            run.gradients(model)
+            run.step(loss, model)
+
+        return train
+
+    found = assert_runs_equal(side(1), side(1), control=side(2))
+    assert {key.phase for key in found.actual} == {"gradient", "loss", "weight"}
+    with pytest.raises(BitwiseDifference):
+        assert_runs_equal(side(1), side(2), control=side(3))
+
+
+def test_a_result_kept_in_inference_mode_is_refused():
+    with torch.inference_mode():
+        kept = torch.ones(3)
+    with pytest.raises(BitwiseDifference, match="no write to it was counted between them"):
+        assert_runs_equal(lambda: kept, lambda: kept, control=lambda: torch.zeros(3))

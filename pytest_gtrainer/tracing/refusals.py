@@ -90,6 +90,21 @@ def refuse_compiled_code(error: RuntimeError, place: str) -> None:
         ) from error
 
 
+def refuse_unknown_tensors(error: AssertionError, place: str) -> None:
+    """Raise torch's ``error`` about a tensor that is not fake in our words; return if it is another
+    one.
+    """
+    # torch: "Please convert all Tensors to FakeTensors first ... Found in aten.mul.Tensor(...)".
+    _, is_about_one, call = str(error).partition("Please convert all Tensors to FakeTensors first")
+    if is_about_one:
+        operator = call.partition("Found in ")[2].partition("(")[0] or "an operator"
+        raise ValueError(
+            f"{operator} of the step reads a tensor{place} that is neither an input nor a "
+            "parameter or buffer of the model, as one in a closure or in a plain attribute: "
+            "register it as a buffer, or give it as an input"
+        ) from error
+
+
 def _refuse_wrapped(module: nn.Module, where: str) -> None:
     wrapper = wrapped_by(module)
     if wrapper:

@@ -75,6 +75,7 @@ from pytest_gtrainer.tracing.refusals import (
     refuse_compiled_code,
     refuse_input,
     refuse_model,
+    refuse_unknown_tensors,
     refusing_random_states,
     refusing_side_effects,
 )
@@ -460,6 +461,9 @@ class Tracing:
                 ) from error
             except RuntimeError as error:
                 refuse_compiled_code(error, _place(error))
+                raise
+            except AssertionError as error:
+                refuse_unknown_tensors(error, _place(error))
                 raise
         for index, (fake, before) in enumerate(zip(inputs, described, strict=True)):
             if _describe(fake) != before:

@@ -620,3 +620,33 @@ def test_a_replay_does_not_depend_on_the_mode_of_autograd(net, inputs, train_ste
     assert_bitwise_equal(gradients(net), gradients(eager))
     with torch.no_grad(), pytest.raises(ValueError, match="is the step under no_grad"):
         trace_step(net, train_step, inputs)
+
+
+class ScalesByAnAttribute(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.scale = torch.ones(4)
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("where", ["closure", "attribute", "second element of a list"])
+def test_a_tensor_that_is_neither_input_nor_state_is_refused_with_a_way_out(where):
+    model, outside = nn.Linear(4, 4), [torch.ones(4), torch.ones(4)]
+
+    def step(model, x):
+        y = model(x)
+        if where == "closure":
+            y = y * outside[0]
+        if where == "second element of a list":
+            y = torch.addcmul(y, y, outside[1])
+        return y.mean()
+
+    if where == "attribute":
+        model = ScalesByAnAttribute()
+    words = r"aten\.\w+\.\w+ of the step reads a tensor at .*test_refusals.py:\d+ that is neither"
+    with pytest.raises(ValueError, match=words):
+        trace_step(model, step, (torch.ones(2, 4),))
+    model.register_buffer("known", outside[0])
+    trace_step(model, lambda model, x: (x @ model.weight * model.known).mean(), (torch.ones(2, 4),))

@@ -29,6 +29,12 @@ _CLASSES = (
 )
 
 
+# Modules of which the only child is the module that they wrap.
+_AROUND = {
+    *("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule")
+}
+
+
 def wrapped_by(module: nn.Module) -> str:
     """Return the name of the class or function of torch that wraps ``module``; "" if none does."""
     if isinstance(module, DistributedDataParallel):
@@ -45,6 +51,13 @@ def wrapped_by(module: nn.Module) -> str:
     if module._compiled_call_impl is not None or is_compiled(module.forward):
         return COMPILED
     return ""
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module within those that torch has put around it."""
+    while type(module).__name__ in _AROUND and wrapped_by(module):
+        module = next(module.children())
+    return module
 
 
 def is_about_compiled_code(error: RuntimeError) -> bool:

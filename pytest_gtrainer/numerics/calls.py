@@ -79,7 +79,7 @@ class Calls:
         except NoBytes:
             return
         if copies:
-            self.calls.append(Call(what, _line(), copies, is_collective, numbers))
+            self.calls.append(Call(what, line_of_user(), copies, is_collective, numbers))
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class DigestedCalls(Calls):
         """Keep the digest of a call, unless it has no outputs with bytes."""
         tensors = tensors_in(outputs)
         try:
-            self.digested.append((what, _line(), digest(tensors)))
+            self.digested.append((what, line_of_user(), digest(tensors)))
         # No tensor at all, or one without bytes; an observed test must not fail by that.
         except (TypeError, ValueError, RuntimeError):
             return
@@ -171,7 +171,7 @@ def numbers_in(*arguments: Any) -> tuple[int | float, ...]:
     return tuple(leaf for leaf in leaves_of(arguments) if type(leaf) in (int, float))
 
 
-def _line() -> str:
+def line_of_user() -> str:
     """Return the innermost line that is neither torch's nor ours."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         name = frame.f_code.co_filename

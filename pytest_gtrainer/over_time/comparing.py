@@ -32,7 +32,12 @@ from pytest_gtrainer.over_time.fingerprints import MODULUS
 PHASES = ("load", "random", "data", "forward", "loss", "gradient", "clip", "optimiser")
 """The phases of a step, in the order in which one is the cause of the next."""
 
-_FIELDS = ("torch", "python", "device", "threads", "world_size", "model", "every", "compiled")
+_FIELDS = (
+    *("torch", "python", "device", "threads", "world_size", "model", "optimizers", "every"),
+    "compiled",
+)
+# Phases that begin where the trainer calls "backward" and "step".
+_PHASES_WITH_PLACES = ("loss", "gradient", "clip", "optimiser")
 # Options that say how a step is computed and not what: their names are no cause of a difference.
 _IMPLEMENTATIONS = ("fused", "foreach", "capturable")
 _MOST_SHOWN = 8
@@ -77,6 +82,8 @@ class Comparison:
         element: lines that name the first element of the first difference, if values were kept.
         sizes: lines that say how far each tensor has moved, the furthest first, if values were
             kept.
+        places: lines that say where the trainers call what the first phase that differs lies
+            between.
         notes: what was not compared, and what is missing on either side.
         is_complete: whether both runs ended in order.
         compared: how many entries were compared.
@@ -92,6 +99,7 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     element: list[str] = field(default_factory=list)
     sizes: list[str] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
     is_complete: bool = True
     compared: int = 0
     dropped: dict[str, str] = field(default_factory=dict)
@@ -134,6 +142,8 @@ class Comparison:
         first, *others = self.differences
         yield f"{bold}first difference: {first}{bold}"
         yield from self.element
+        for line in self.places:
+            yield f"{indent}{one_line(line)}"
         shown = others
         if not has_all:
             shown = others[: _MOST_SHOWN - 1]
@@ -325,6 +335,7 @@ class _Comparing:
     ) -> None:
         self.result, self.a_steps, self.b_steps = result, a_steps, b_steps
         self.rounds = rounds
+        self.own_steps = [min(run.steps) for run in result.runs]
         self.skipped: dict[str, set[str]] = {}
         self.unseeded: set[str] = set()
         self.implementations: set[str] = set()
@@ -343,6 +354,7 @@ class _Comparing:
         if self.result.differences:
             self.result.element = _element(self.result.runs, self.result.differences[0])
             self.result.sizes = _sizes(self.result.runs, self.result.differences)
+            self.result.places = self._places(self.result.differences[0])
         if self.unseeded:
             names = spell_some(sorted(self.unseeded))
             self.result.notes.append(
@@ -354,6 +366,23 @@ class _Comparing:
         for reason, skipped in self.skipped.items():
             names = spell_some(sorted(skipped))
             self.result.notes.append(f"not compared, {reason}: {names}")
+
+    def _places(self, difference: Difference) -> list[str]:
+        """Return lines that say where the trainers call what the phase lies between."""
+        if difference.phase not in _PHASES_WITH_PLACES:
+            return []
+        texts = []
+        for run, steps, own in zip(
+            self.result.runs, (self.a_steps, self.b_steps), self.own_steps, strict=True
+        ):
+            step = own + difference.step - min(steps)
+            places = run.places.get(step, {})
+            calls = [f"{call} at {places[call]}" for call in ("backward", "step") if call in places]
+            texts.append(", ".join(calls))
+        a, b = texts
+        if a == b:
+            return [a] * bool(a)
+        return [f"{letter}: {text}" for letter, text in zip("AB", texts, strict=True) if text]
 
     def _shared_phases(self) -> list[str]:
         """Return the phases that both records have, and note the others."""
@@ -490,6 +519,9 @@ def _compare_values(step: int, phase: str, name: str, a: Values, b: Values) -> D
         b_kinds = _kinds(b)
         if a.keys() == b.keys():
             b_kinds = set().union(*(_kinds(b, rank) for rank in ranks))
+        if "[]" in a_kinds | b_kinds:
+            # A number of Python on one side, as a learning rate that the other has as a tensor.
+            a_kinds, b_kinds = set(map(str, _all_entries(a))), set(map(str, _all_entries(b)))
         words = f"{spell_some(sorted(a_kinds))} in A, {spell_some(sorted(b_kinds))} in B"
         return Difference(step, phase, name, tuple(ranks), words)
     if all(entry.part == UNRECORDED for entry in _all_entries(a)):

@@ -1,8 +1,8 @@
 """The files of a record: ``rank0.jsonl`` and so on, lines of JSON, of which nothing is unpickled.
 
 The first line is the header, the last one says how the run ended, and each line between holds what
-one optimiser's step ended: ``{"step": 3, "phases": {"clip": {"layers.0.weight": entry}}}``. Lines
-are flushed, so a run that dies leaves every step before. An entry is
+one optimiser's step ended: ``{"step": 3, "places": {"step": "train.py:107 in step"}, "phases":
+{"clip": {"layers.0.weight": entry}}}``. Lines are flushed, so a run that dies leaves every step before. An entry is
 
 - a number;
 - ``[number, dtype]``: a tensor of one element without dimensions;
@@ -163,8 +163,8 @@ class Writer:
         # A script may make its ranks itself, after this has been made.
         return self.folder / f"rank{rank_of_process()}.jsonl"
 
-    def step(self, number: int, phases: Entries) -> None:
-        """Write what has been gathered since the last line."""
+    def step(self, number: int, phases: Entries, places: dict[str, str]) -> None:
+        """Write what has been gathered since the last line, and lines of the trainer by call."""
         waiting = list(_waiting(phases))
         by_kind: dict[Any, list[Waiting]] = {}
         for entry in waiting:
@@ -190,7 +190,7 @@ class Writer:
                 first = shown
             return [first, *entry.rest, *self._keep(entry.value)]
 
-        self._line({"step": number, "phases": phases}, default=spell)
+        self._line({"step": number, "places": places, "phases": phases}, default=spell)
 
     def _keep(self, value: Tensor | None) -> list[list[int]]:
         if value is None or self.bytes is None:
@@ -250,6 +250,12 @@ class Entry:
     part: Any = None
     place: tuple[int, int] | None = field(default=None, compare=False)
 
+    def __str__(self) -> str:
+        """Return a number with its dtype, as ``0.5 as f32[]``, and of a tensor what ``kind`` is."""
+        if self.shape or len(self.numbers) > 1:
+            return self.kind
+        return f"{self.numbers[0]} as {self.kind}" if self.dtype else self.numbers[0]
+
     @property
     def kind(self) -> str:
         """Return dtype and global shape, as ``f32[4, 8]``; of rows that of one row; or the reason
@@ -304,12 +310,14 @@ class Run:
     Attributes:
         headers: by rank.
         steps: by step, phase, name and rank.
+        places: by step, the lines of the trainer that call "backward" and "step".
         notes: what is wrong with it, a sentence each; empty if every rank ended in order.
     """
 
     folder: Path
     headers: dict[int, dict[str, Any]] = field(default_factory=dict)
     steps: Steps = field(default_factory=dict)
+    places: dict[int, dict[str, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -379,6 +387,7 @@ def _read_rank(run: Run, rank: int, path: Path) -> int:
             else:
                 step = int(content["step"])
                 run.add(rank, step, content["phases"])
+                run.places.setdefault(step, dict(content.get("places", {})))
         except RecordError:
             raise
         except _MALFORMED as error:

@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from pytest_gtrainer._torch.wrapped_modules import wrapped_by
+from pytest_gtrainer._torch.wrapped_modules import unwrapped, wrapped_by
 
 Kind = TypeVar("Kind")
 
@@ -30,7 +30,8 @@ def _living(kind: type[Kind]) -> list[Kind]:
 
 
 def class_of(module: nn.Module) -> str:
-    """Return the name of a module's class before ``fully_shard`` has changed it."""
+    """Return the name of a module's class, without wrappers and before ``fully_shard``."""
+    module = unwrapped(module)
     name = type(module).__name__
     if wrapped_by(module) == "fully_shard":
         return name.removeprefix("FSDP")
@@ -68,6 +69,19 @@ def holder_of(parameters: list[Tensor]) -> nn.Module | None:
         module for module in _living(nn.Module) if wanted <= {id(p) for p in module.parameters()}
     ]
     return min(holding, key=lambda each: sum(1 for _ in each.modules()), default=None)
+
+
+def model_with_gradients() -> nn.Module | None:
+    """Return the smallest module that holds the parameters of an optimiser, some with gradients;
+    None if there is none.
+    """
+    for optimizer in _living(torch.optim.Optimizer):
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        if any(parameter.grad is not None for parameter in parameters):
+            model = holder_of(parameters)
+            if model is not None:
+                return model
+    return None
 
 
 def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:

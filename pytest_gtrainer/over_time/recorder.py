@@ -42,6 +42,7 @@ from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer._torch.wrapped_modules import COMPILED, wrapped_by
 from pytest_gtrainer.numerics import knobs
 from pytest_gtrainer.numerics.bits import NoBytes, is_dtensor
+from pytest_gtrainer.numerics.calls import line_of_user
 from pytest_gtrainer.numerics.record import normalised
 from pytest_gtrainer.over_time import found
 from pytest_gtrainer.over_time.files import Writer, entry_of, rank_of_process, rows_of
@@ -136,6 +137,7 @@ class Recorder:
         self.looked_at: WeakSet[nn.Module] = WeakSet()
         self.looks = 0
         self.phases: dict[str, dict[str, Any]] = {}
+        self.places: dict[str, str] = {}
         self.hooks = ExitStack()
 
     def start(self) -> None:
@@ -223,7 +225,7 @@ class Recorder:
         self.looked_at.update(module.modules())
         self.looked_at.discard(module)
         self.looks += 1
-        if self.looks == _MOST_LOOKS:
+        if self.looks >= _MOST_LOOKS:
             self.finder.remove()
 
     def _find(self, model: nn.Module, called: nn.Module | None = None) -> None:
@@ -240,7 +242,7 @@ class Recorder:
             for state in optimizer.state.values():
                 if isinstance(state, Mapping) and "step" in state:
                     self.step = max(self.step, int(state["step"]))
-        self.writer.begin(_header(self.model, self.every))
+        self.writer.begin(_header(self.model, self.optimizers, self.every))
         if self.model is not None:
             self._add("load", _state_of(self.model))
         for optimizer in self.optimizers:
@@ -315,7 +317,13 @@ class Recorder:
     def _before_backward(self, roots: list[Tensor]) -> None:
         self.had_backward = True
         self.spent.clear()
-        if not self.is_recorded:
+        self.places["backward"] = line_of_user()
+        # Compiled code shows no forward: then the backward is the first that is seen of a step.
+        if self.stepped and self.stepped.issuperset(map(id, self.optimizers)):
+            self._next_step()
+        if not self.begun:
+            self.phases.clear()  # the backward before was of another model
+        elif not self.is_recorded:
             return
         for root in roots:
             # Others are edges of the graph, which have no value.
@@ -324,11 +332,20 @@ class Recorder:
                     root = root.view(())
                 self._add_call("loss", "root", self._entry(root))
 
-    @_hook(always=False)
+    @_hook(always=True)
     def _after_backward(self) -> None:
+        if self.model is None and self.looks < _MOST_LOOKS:
+            self.looks += 1
+            model = found.model_with_gradients()
+            if model is not None:
+                self._find(found.outermost(model))
+        if self.model is not None and not self.begun:
+            if all(parameter.grad is None for parameter in self.model.parameters()):
+                return
+            self._begin()
         # DDP and FSDP reduce until a backward returns: hooks of parameters would be too early. Of
         # several backwards of a step, the last leaves the sum.
-        if self.model is not None:
+        if self.model is not None and self.is_recorded:
             for name, parameter in self.model.named_parameters():
                 if parameter.grad is not None:
                     self._add("gradient", [(name, parameter.grad)])
@@ -342,6 +359,7 @@ class Recorder:
             elif id(optimizer) in self.stepped:
                 self._next_step()
         elif self._is_trained_by(optimizer):
+            self.places["step"] = line_of_user()
             self._prepare(optimizer)
             self._add_gradients(optimizer)
 
@@ -350,6 +368,7 @@ class Recorder:
         if not self._is_trained_by(optimizer):
             return
         if _has_closure(args, kwargs):
+            self.places["step"] = line_of_user()
             self._prepare(optimizer)
             self._add_gradients(optimizer)
         self.spent.add(id(optimizer))
@@ -361,7 +380,7 @@ class Recorder:
         if self.model is not None:
             self._add("optimiser", self.model.named_buffers())
         self._add("optimiser", self._moments(optimizer))
-        self.writer.step(self.step, self.phases)
+        self.writer.step(self.step, self.phases, self.places)
         self.recorded += len(self.stepped) == 1
         self.phases = {}
 
@@ -376,7 +395,7 @@ class Recorder:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             model = found.holder_of(parameters)
             if model is not None:
-                self._find(model)
+                self._find(found.outermost(model))
         if not self.begun:
             self._begin()
         elif id(optimizer) in self.stepped:
@@ -457,13 +476,15 @@ def _state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers()
 
 
-def _header(model: nn.Module | None, every: int) -> dict[str, Any]:
+def _header(
+    model: nn.Module | None, optimizers: Iterable[Optimizer], every: int
+) -> dict[str, Any]:
     """Return what is worth knowing before two records are compared."""
     compiled = []
     if model is not None:
         for name, module in model.named_modules():
             if wrapped_by(module) == COMPILED:
-                compiled.append(name)
+                compiled.append(normalised(f"{name}.")[:-1] or "the whole model")
     device = "cpu"
     if torch.cuda.is_initialized():
         device = torch.cuda.get_device_name()
@@ -472,6 +493,7 @@ def _header(model: nn.Module | None, every: int) -> dict[str, Any]:
         "rank": rank_of_process(),
         "world_size": dist.get_world_size() if is_distributed else 1,
         "model": "" if model is None else found.class_of(model),
+        "optimizers": [type(optimizer).__name__ for optimizer in optimizers],
         "every": every,
         "torch": torch.__version__,
         "python": sys.version.partition(" ")[0],

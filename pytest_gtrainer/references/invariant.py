@@ -211,7 +211,9 @@ class _Runs:
             if first is None or setting.mesh[place] != first.mesh[place]:
                 words.append(f"{name}={setting.mesh[place]}")
         if first is not None:
-            if self.names:
+            if not words:
+                words.append(f"the rank: on rank {rank}")
+            elif self.names:
                 words.append(f"on rank {rank}")
             return f"{', '.join(words)}; compared with {self.spell(first)}"
         return ", ".join(words)

@@ -318,3 +318,100 @@ def test_a_model_inside_a_transform_does_not_end_the_recording(tmp_path, capsys)
     assert recorder.recorded == 2
     assert not capsys.readouterr().err
     assert "0.weight" in read_run(tmp_path).steps[1]["clip"]
+
+
+UNSEEN = """
+import torch
+from torch import nn
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+torch.manual_seed(0)
+whole = Whole()
+optimizer = torch.optim.{optimizer}
+def forward(x):
+    return whole(x).sum()
+{compiled}
+for step in range(2):
+    forward(torch.ones(2, 3)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def record_unseen(folder, compiled="", optimizer="SGD(whole.parameters(), lr=0.1)"):
+    script = folder.with_suffix(".py")
+    script.write_text(UNSEEN.format(compiled=compiled, optimizer=optimizer))
+    assert record(folder, script) == 0
+    return read_run(folder)
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize(
+    ("compiled", "said"),
+    [
+        (
+            "whole.compile(backend='eager')",
+            "other compiled: nothing in A, the whole model in B",
+        ),
+        ("forward = torch.compile(forward, backend='eager')", "not compared: data, which only A"),
+    ],
+    ids=["in place", "around"],
+)
+def test_a_model_whose_forward_is_not_seen(tmp_path, compiled, said):
+    """Z1: it has its own names; loss and gradients of each step, also the first, are kept."""
+    torch._dynamo.reset()
+    plain = record_unseen(tmp_path / "a")
+    unseen = record_unseen(tmp_path / "b", compiled)
+    for phases in unseen.steps.values():
+        assert len(phases["loss"]["root"][0]) == 1
+        assert "layers.1.weight" in phases["gradient"]
+    result = compare_runs(plain, unseen)
+    assert result.status == 0, str(result)
+    assert said in str(result)
+    assert "other model" not in str(result)
+
+
+def test_a_loss_of_another_model_that_comes_first(tmp_path):
+    """The critic learns first, from what the generator makes without gradients; nothing is lost."""
+    generator, critic = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (generator, critic)]
+    with record_training(generator, optimizers, tmp_path, beside={"critic": critic}):
+        for _ in range(3):
+            with torch.no_grad():
+                fake = generator(torch.ones(2, 4))
+            critic(fake).sum().backward()
+            optimizers[1].step()
+            critic(generator(torch.ones(2, 4))).sum().backward()
+            optimizers[0].step()
+    losses = [len(phases["loss"]["root"][0]) for phases in read_run(tmp_path).steps.values()]
+    assert losses == [1, 2, 2, 1]
+
+
+def test_the_class_of_an_optimiser_and_its_rate_as_a_tensor(tmp_path):
+    """Z2: the classes are said first; a number is compared with a tensor by its value."""
+    record_unseen(tmp_path / "a")
+    record_unseen(tmp_path / "b", optimizer="Adam(whole.parameters(), lr=torch.tensor(0.5))")
+    result = str(compared(tmp_path / "a", tmp_path / "b"))
+    assert "other optimizers: SGD in A, Adam in B\n" in result
+    assert "param_groups.0.lr, rank 0: 0.1 in A, 0.5 as f32[] in B\n" in result
+
+
+def test_lines_of_the_trainer_around_what_differs(tmp_path):
+    """Z2: gradients change between the backward and the step, which stand elsewhere in B."""
+    record_unseen(tmp_path / "a")
+    record_unseen(tmp_path / "b", "whole.layers[0].weight.requires_grad_(False)\n")
+    lines = str(compared(tmp_path / "a", tmp_path / "b")).splitlines()
+    place = next(number for number, line in enumerate(lines) if line.startswith("first"))
+    assert "gradient: layers.0.weight: only in A" in lines[place]
+    assert lines[place + 1] == (
+        "  A: backward at a.py:19 in <module>, step at a.py:20 in <module>"
+    )
+    assert lines[place + 2] == (
+        "  B: backward at b.py:20 in <module>, step at b.py:21 in <module>"
+    )

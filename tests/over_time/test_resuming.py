@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pytest_gtrainer import NotResumed, assert_resumes
+from pytest_gtrainer.over_time.resuming import _distance
 from tests.over_time.trainers import SCRIPT
 
 
@@ -133,3 +134,12 @@ def test_a_piece_whose_loss_nobody_would_see(make):
     with pytest.raises(NotResumed, match="loaded without ema is equal, so this check does not see"):
         without_the_average()
     assert "ema" not in without_the_average(unseen=["ema"]).dropped
+
+
+def test_the_distance_of_weights():
+    """Z6: an empty weight is nowhere, a missing one or NaN is beyond each bound."""
+    expected = {"empty": torch.ones(0, 3), "w": torch.tensor([2.0, -4.0])}
+    assert _distance(dict(expected), expected) == (0.0, "")
+    assert _distance(expected | {"w": torch.tensor([2.0, -3.0])}, expected) == (0.25, "w")
+    assert _distance({}, expected) == (float("inf"), "w")
+    assert _distance({"w": torch.tensor([2.0, torch.nan])}, expected) == (float("inf"), "w")

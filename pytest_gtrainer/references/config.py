@@ -70,7 +70,8 @@ class TrainConfig:
         model: a function that builds the model, with equal values on all ranks of the mesh that
             shards them.
         step: ``step(model, *inputs) -> scalar loss``.
-        batch: ``batch(step, coordinate) -> inputs``, tensors on the device of the mesh. The
+        batch: ``batch(step, coordinate) -> inputs``, tensors on the device of the mesh; with
+            ``accumulate`` the number of the batch, over all steps, stands for the step. The
             coordinate is the place in ``mesh``, from 0. Ranks that share a model (tensor
             parallelism) get one batch; real ranks check this.
         bucket_plan: a list of buckets (module FQNs, or lists of these), each also one
@@ -96,6 +97,9 @@ class TrainConfig:
         record_rng: record the states of all random generators before each step.
         trace_once: two ranks of ``mesh`` trace for all, which spares time where ranks share cores;
             see ``trace_once``.
+        accumulate: number of batches whose gradients a step adds before the optimiser, and before
+            clipping: ``batch`` is called with 0, 1, ... over all steps. Each batch reduces its
+            gradients, as FSDP2 does by default. For a mean divide the loss of ``step`` by it.
         steps: number of steps.
     """
 
@@ -115,6 +119,7 @@ class TrainConfig:
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     record_rng: bool = False
     trace_once: bool = False
+    accumulate: int = 1
     steps: int = 5
 
     def __post_init__(self) -> None:
@@ -136,6 +141,13 @@ class TrainConfig:
             raise ValueError(
                 "replicate=True is for a 1-D mesh without submeshes: a 2-D mesh replicates and "
                 "shards"
+            )
+
+        if self.replicate and self.accumulate > 1:
+            raise ValueError(
+                f"accumulate={self.accumulate} with replicate=True: DDP reduces again what it has "
+                "accumulated, and the graph each batch by itself; take fully_shard, or return the "
+                "sum of the losses from step"
             )
 
         if self.replicate and self.mp_policy != MixedPrecisionPolicy():
@@ -161,13 +173,14 @@ class TrainConfig:
                 f"submeshes names {', '.join(unknown)}, which is no entry of the bucket plan"
             )
 
-    def inputs(self, step: int, coordinate: int | None = None) -> Batch:
-        """Return the inputs of a step at a data coordinate, by default this rank's.
+    def inputs(self, number: int, coordinate: int | None = None) -> Batch:
+        """Return the batch of this number, over all steps, at a data coordinate, by default this
+        rank's.
 
         Raises:
             TypeError: ``batch`` gives a tensor, whose rows would each be taken for an input.
         """
-        batch = self.batch(step, self.coordinate if coordinate is None else coordinate)
+        batch = self.batch(number, self.coordinate if coordinate is None else coordinate)
         if isinstance(batch, torch.Tensor):
             raise TypeError(
                 "TrainConfig.batch returns a tensor: return a tuple of the step's inputs, one as "
@@ -181,6 +194,14 @@ class TrainConfig:
         # Not from the tensor of the mesh: a batch may be asked for while a step is traced.
         own = self.mesh.get_coordinate() or ()
         return sum(at * math.prod(self.mesh.shape[dim + 1 :]) for dim, at in enumerate(own))
+
+    def batches(self, step: int) -> list[tuple[int, str]]:
+        """Return the batches of a step: the number of each, and the name of its loss in a record."""
+        if self.accumulate == 1:
+            return [(step, "loss")]
+        first = step * self.accumulate
+        numbers = range(first, first + self.accumulate)
+        return [(number, f"batch {number}") for number in numbers]
 
     @property
     def hybrid(self) -> bool:
@@ -237,10 +258,14 @@ def _shown(value: object) -> str:
 
 def _check_numbers(config: TrainConfig) -> None:
     steps, max_norm, bucket_mb = config.steps, config.max_norm, config.ddp_bucket_mb
-    if not isinstance(steps, int) or isinstance(steps, bool):
-        raise TypeError(f"steps={steps!r}: give a whole number of steps")
+    for name, what in (("steps", "steps"), ("accumulate", "batches of a step")):
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}: give a whole number of {what}")
     if steps < 1:
         raise ValueError(f"steps={steps}: train for at least one step")
+    if config.accumulate < 1:
+        raise ValueError(f"accumulate={config.accumulate}: a step has at least one batch")
     # An infinite norm clips nothing, and is how trainers only measure it.
     if max_norm is not None and not (_is_number(max_norm) and max_norm > 0):
         raise ValueError(f"max_norm={max_norm!r}: give a number above 0, or None to clip nothing")
@@ -492,17 +517,12 @@ def train(
         optimizer.zero_grad()
         if config.record_rng:
             record_random_states(record, step, rank)
-        inputs = config.inputs(step)
-        if peers:
-            tensors = []
-            for place, leaf in enumerate(pytree.tree_leaves(inputs)):
-                if isinstance(leaf, torch.Tensor):
-                    tensors.append((f"input {place}", leaf))
-            assert_alike(
-                tensors, peers, f"of one data coordinate, in TrainConfig.batch({step}, coordinate)"
-            )
-        loss = compute_gradients(*inputs)
-        record.add(step, rank, "loss", "loss", local(loss.detach()))
+        for number, name in config.batches(step):
+            inputs = config.inputs(number)
+            if peers:
+                _check_batch(inputs, peers, number)
+            loss = compute_gradients(*inputs)
+            record.add(step, rank, "loss", name, local(loss.detach()))
         record_gradients(record, step, rank, "gradient", model.named_parameters())
         if config.max_norm is not None:
             nn.utils.clip_grad_norm_(parameters, config.max_norm)
@@ -529,6 +549,17 @@ def train(
             )
 
     return empty
+
+
+def _check_batch(inputs: Batch, peers: list[tuple[int, ...]], number: int) -> None:
+    """Refuse a batch that differs between ranks which share a model."""
+    tensors = []
+    for place, leaf in enumerate(pytree.tree_leaves(inputs)):
+        if isinstance(leaf, torch.Tensor):
+            tensors.append((f"input {place}", leaf))
+    assert_alike(
+        tensors, peers, f"of one data coordinate, in TrainConfig.batch({number}, coordinate)"
+    )
 
 
 def record_random_states(record: Record, step: int, rank: int) -> None:

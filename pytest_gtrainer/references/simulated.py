@@ -297,16 +297,13 @@ class SimulatedGraphRun:
         with state_kept(), one_thread(), progress as show_progress:
             for step in range(steps):
                 show_progress(f"step {step + 1} of {steps}")
-                batches = [pytree.tree_leaves(rank.next_batch(self.config, step)) for rank in ranks]
-                # Dropout of each rank draws from the rank's own generator.
-                random = RankRandomStates.of_ranks([rank.process.generators.cpu for rank in ranks])
-                self._interpreter.random = random
-                output = self._interpreter.run([*state, *_per_rank(batches), *literals])
                 for rank in ranks:
-                    cpu = of_rank(random.states, rank.rank)
-                    generators = replace(rank.process.generators, cpu=cpu)
-                    rank.process = replace(rank.process, generators=generators)
-                    rank.take_gradients(step, *of_rank(output, rank.rank))
+                    rank.start_step(self.config, step)
+                for number, name in self.config.batches(step):
+                    self._add_gradients(ranks, state, literals, number, step, name)
+                for rank in ranks:
+                    named = rank.parameters.items()
+                    record_gradients(record, step, rank.rank, "gradient", named)
                 # The norm is a sum over ranks, in the order of the net: real ranks' code adds it.
                 if self.config.max_norm is not None:
                     run_threads(len(ranks), self._clip, ranks, net=self._net, under=self._under)
@@ -317,6 +314,27 @@ class SimulatedGraphRun:
                     rank.finish_step(step)
 
         return empty
+
+    def _add_gradients(
+        self,
+        ranks: "Sequence[_Rank]",
+        state: list[PerRank],
+        literals: list[PerRank],
+        number: int,
+        step: int,
+        name: str,
+    ) -> None:
+        """Run the graph on a batch of each rank, and add to the gradients of each."""
+        batches = [pytree.tree_leaves(rank.next_batch(self.config, number)) for rank in ranks]
+        # Dropout of each rank draws from the rank's own generator.
+        random = RankRandomStates.of_ranks([rank.process.generators.cpu for rank in ranks])
+        self._interpreter.random = random
+        output = self._interpreter.run([*state, *_per_rank(batches), *literals])
+        for rank in ranks:
+            cpu = of_rank(random.states, rank.rank)
+            generators = replace(rank.process.generators, cpu=cpu)
+            rank.process = replace(rank.process, generators=generators)
+            rank.add_gradients(step, name, *of_rank(output, rank.rank))
 
     def _clip(self, rank: int, ranks: "Sequence[_Rank]") -> None:
         """Clip one rank's gradients in place, seen as DTensors over the mesh of its thread."""
@@ -366,23 +384,32 @@ class _Rank:
         yield
         self.process = ProcessState.now()
 
-    def next_batch(self, config: TrainConfig, step: int) -> Batch:
-        """Return the inputs of a step; before that, record random states if this is asked for."""
-        with self._own_process_state():
-            if config.record_rng:
+    def start_step(self, config: TrainConfig, step: int) -> None:
+        """Forget the gradients of the step before; record random states if this is asked for."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        if config.record_rng:
+            with self._own_process_state():
                 record_random_states(self._record, step, self.rank)
-            return config.inputs(step, self._coordinate)
 
-    def take_gradients(
-        self, step: int, loss: torch.Tensor, *gradients: torch.Tensor | None
+    def next_batch(self, config: TrainConfig, number: int) -> Batch:
+        """Return the batch of this number, over all steps."""
+        with self._own_process_state():
+            return config.inputs(number, self._coordinate)
+
+    def add_gradients(
+        self, step: int, name: str, loss: torch.Tensor, *gradients: torch.Tensor | None
     ) -> None:
-        """Record the loss, and put the gradients into ``.grad`` of the trained parameters."""
-        self._record.add(step, self.rank, "loss", "loss", loss)
+        """Record the loss, and add the gradients to ``.grad`` of the trained parameters."""
+        self._record.add(step, self.rank, "loss", name, loss)
         for fqn, gradient in zip(self._trainable, gradients, strict=True):
-            if gradient is not None:
-                parameter = self.parameters[fqn]
+            if gradient is None:
+                continue
+            parameter = self.parameters[fqn]
+            if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-        record_gradients(self._record, step, self.rank, "gradient", self.parameters.items())
+            else:
+                parameter.grad += gradient
 
     def finish_step(self, step: int) -> None:
         """Step the optimiser, and record weights, its state and buffers."""

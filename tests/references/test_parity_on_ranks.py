@@ -2,6 +2,8 @@
 L5).
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -86,6 +88,29 @@ def training(gt_mesh):
         return TrainConfig(**{**fields, "bucket_plan": PLAN, "mesh": gt_mesh, **changes})
 
     return make
+
+
+@FOUR
+def test_a_step_adds_the_gradients_of_several_batches(training, gt_world):
+    """Steps 0 and 1 take batches 0 to 3; the sum is that of the two batches, one after the other."""
+    parity = assert_parity(training(accumulate=2, steps=2, max_norm=1e-3), gt_world)
+    losses = [(key.step, key.name) for key in parity.graph.select(phase="loss")]
+    assert losses == [(0, "batch 0"), (0, "batch 1"), (1, "batch 2"), (1, "batch 3")]
+
+    def model():
+        torch.manual_seed(0)
+        return nn.Linear(6, 8)
+
+    def gradients(**changes):
+        config = training(model=model, bucket_plan=[""], **changes)
+        config = replace(config, step=lambda model, x: model(x).square().mean())
+        return train_eager(config).select(step=0, phase="gradient")
+
+    added, first = gradients(accumulate=2), gradients()
+    second = gradients(batch=lambda step, rank: training().batch(1, rank))
+    by_hand = {key: first[key] + second[key] for key in first}
+    assert_bitwise_equal(added, by_hand)
+    assert_bitwise_different(added, first)
 
 
 @pytest.mark.second_tier("own trace")
@@ -490,8 +515,9 @@ def dropping():
             {"mp_policy": MixedPrecisionPolicy(None, torch.bfloat16)},
             set(),
         ),  # its layout has their width
+        ({"accumulate": 3, "max_norm": 1e-2}, {"clipped"}),
     ],
-    ids=["ddp", "clipped", "ddp, clipped", "dropout", "reduced in bf16"],
+    ids=["ddp", "clipped", "ddp, clipped", "dropout", "reduced in bf16", "accumulated"],
 )
 def test_two_steps_in_a_simulated_world(gt_world, changes, phases):
     """D10: under DDP the control is DDP with torch's buckets, trained for one step.

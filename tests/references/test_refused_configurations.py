@@ -401,6 +401,11 @@ WRONG_TYPES = {
         "optimizer is of type SGD: give a function",
     ),
     "model": ({"model": Net()}, "model is a Net: give a function that builds it"),
+    "half a batch": (
+        {"accumulate": 1.5},
+        "accumulate=1.5: give a whole number of batches of a step",
+    ),
+    "accumulate=True": ({"accumulate": True}, "accumulate=True: give a whole number"),
     "replicate='no'": ({"replicate": "no"}, "replicate is 'no', of type str: expected bool"),
 }
 
@@ -426,6 +431,11 @@ WRONG_NUMBERS = {
     "negative buckets": (
         {"replicate": True, "ddp_bucket_mb": -1},
         "ddp_bucket_mb=-1: give a number of MiB",
+    ),
+    "no batch": ({"accumulate": 0}, "accumulate=0: a step has at least one batch"),
+    "batches of DDP": (
+        {"accumulate": 2, "replicate": True},
+        "accumulate=2 with replicate=True: DDP reduces again what it has accumulated",
     ),
     "endless buckets": (
         {"replicate": True, "ddp_bucket_mb": float("inf")},

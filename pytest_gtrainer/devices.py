@@ -6,7 +6,7 @@ A *slot* is the right to run one rank: a GPU, or, without GPUs, one of as many C
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 
@@ -16,16 +16,14 @@ from pytest_gtrainer.facts import counted
 DEFAULT_CPU_SLOTS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
+class Gpu(NamedTuple):
     """A GPU that a rank could use: its entry in ``CUDA_VISIBLE_DEVICES``, and its UUID."""
 
     entry: str
     uuid: str
 
 
-@dataclass(frozen=True, slots=True)
-class Devices:
+class Devices(NamedTuple):
     """The devices that the run may use.
 
     Attributes:
@@ -203,8 +201,7 @@ _OF_TORCHRUN = (
 _LAUNCH = pytest.StashKey["Launch | None"]()
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """The place of this process among all that torchrun has started, and among its node's."""
 
     rank: int

@@ -13,7 +13,7 @@ import pytest
 
 from pytest_gtrainer import devices, extensions, facts
 from pytest_gtrainer.marker import SHARED, spec_of
-from pytest_gtrainer.worlds.spec import KINDS
+from pytest_gtrainer.worlds import KINDS
 
 if TYPE_CHECKING:
     from pytest_gtrainer.compiling.record import CompileRecord

@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 
 from pytest_gtrainer import facts, options
-from pytest_gtrainer.numerics import knobs
 
-_GUARDED = [knob for knob in knobs.KNOBS if knob.guarded]
 Values = dict[str, Any]
 Changes = dict[str, tuple[Any, Any]]
 
@@ -86,8 +84,9 @@ def _read() -> Values | None:
     if "torch" not in sys.modules:
         return None
     from pytest_gtrainer._torch.modes import MODES
+    from pytest_gtrainer.numerics import knobs
 
-    return knobs.values(_GUARDED) | {name: read() for name, (read, _) in MODES.items()}
+    return knobs.values(knobs.GUARDED) | {name: read() for name, (read, _) in MODES.items()}
 
 
 def _end_modes(leaked: Changes) -> Changes:
@@ -105,9 +104,13 @@ def _end_modes(leaked: Changes) -> Changes:
 
 def _changes_since(before: Values | None) -> Changes:
     """Return old and new values by name; loading a module in between is not a change."""
+    if before is None:
+        return {}
+    from pytest_gtrainer.numerics.knobs import NOT_LOADED
+
     after = _read() or {}
     changes = {}
-    for name, old in (before or {}).items():
-        if old != after[name] and knobs.NOT_LOADED not in (old, after[name]):
+    for name, old in before.items():
+        if old != after[name] and NOT_LOADED not in (old, after[name]):
             changes[name] = old, after[name]
     return changes

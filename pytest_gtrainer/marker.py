@@ -1,12 +1,17 @@
 """The ``gt_world`` marker of a collected test: the world that it asks for, and several sizes."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_gtrainer import extensions
-from pytest_gtrainer.worlds.spec import KINDS, MARKER, SpecError, World, WorldSpec, make_spec
+from pytest_gtrainer.worlds import KINDS, MARKER, SpecError
+
+if TYPE_CHECKING:
+    from pytest_gtrainer.worlds.spec import World, WorldSpec  # noqa: F401
 
 MARKER_HELP = (
     'gt_world(kind, size=8, mesh={"fsdp": 8}, nodes=1, rank=0, device=None, timeout=None): '
@@ -15,8 +20,20 @@ MARKER_HELP = (
     "a list as size parametrises"
 )
 SIZE_PARAM = "gt_world_size"
-SHARED = pytest.StashKey[list[tuple[WorldSpec | None, World]]]()
+SHARED = pytest.StashKey["list[tuple[WorldSpec | None, World]]"]()
 """The worlds of a module or class that are set up: their groups live on from test to test."""
+
+
+def closest_marker(item: pytest.Item | pytest.Collector) -> pytest.Mark | None:
+    """Return the nearest ``gt_world`` marker, as ``get_closest_marker`` does."""
+    # Each test of every project is asked, with or without worlds: this loop costs a fifth.
+    node: pytest.Item | pytest.Collector | None = item
+    while node is not None:
+        for mark in node.own_markers:
+            if mark.name == MARKER:
+                return mark
+        node = node.parent
+    return None
 
 
 def spec_of(item: pytest.Item | pytest.Collector) -> WorldSpec | None:
@@ -25,7 +42,7 @@ def spec_of(item: pytest.Item | pytest.Collector) -> WorldSpec | None:
     Raises:
         SpecError: the marker's arguments are wrong, as for ``make_spec``.
     """
-    marker = item.get_closest_marker(MARKER)
+    marker = closest_marker(item)
     if marker is None:
         return None
     if len(marker.args) > 1:
@@ -45,6 +62,9 @@ def spec_of(item: pytest.Item | pytest.Collector) -> WorldSpec | None:
     # Most tests are in a world of ours, and call no hook.
     if kind not in KINDS:
         kinds += tuple(extensions.worlds(item.config, KINDS))
+
+    from pytest_gtrainer.worlds.spec import make_spec
+
     return make_spec(kind, kinds=kinds, **fields)
 
 
@@ -58,7 +78,7 @@ def valid_spec_of(item: pytest.Item) -> WorldSpec | None:
 
 def parametrised_sizes(definition: pytest.Item) -> list[Any] | None:
     """Return the sizes of a marker whose ``size`` is a list or tuple, else None."""
-    marker = definition.get_closest_marker(MARKER)
+    marker = closest_marker(definition)
     if marker is None:
         return None
     size = marker.kwargs.get("size")

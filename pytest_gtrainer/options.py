@@ -8,9 +8,8 @@ import os
 from argparse import SUPPRESS
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -57,8 +56,7 @@ def _positive_seconds(text: str) -> float:
     raise ValueError("a number of seconds above 0")
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """One option: ``--gt-NAME`` on the command line, ``gt_NAME`` in the ini file."""
 
     name: str

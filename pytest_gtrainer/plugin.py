@@ -3,7 +3,9 @@
 Loading this module imports neither torch nor anything that does.
 """
 
+import importlib
 import re
+import sys
 from collections.abc import Generator
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,11 +27,25 @@ from pytest_gtrainer.report.plugin import (
     VerdictTables,
     witnessed,
 )
-from pytest_gtrainer.report.repeats import OperatorObserver, Repeats
 from pytest_gtrainer.report.terminal import ConformanceTable, SummaryPlugin
 from pytest_gtrainer.swallowed import SwallowedChecks
-from pytest_gtrainer.worlds.hygiene import keep_trace_log_quiet
-from pytest_gtrainer.worlds.spec import SpecError
+from pytest_gtrainer.worlds import SpecError
+
+USED_LATER = (
+    "golden.values",
+    "numerics.knobs",
+    "numerics.verdict",
+    "ranks.inside.session",
+    "ranks.merge",
+    "ranks.team",
+    "report.changes",
+    "report.collected",
+    "report.repeats",
+    "report.witness",
+    "worlds.hygiene",
+    "worlds.spec",
+)
+"""Modules that tests of ours use and that other projects need not: imported at their first use."""
 
 FACTS = pytest.StashKey[list[facts.Fact]]()
 _SIMULATED = pytest.StashKey[set[Path]]()
@@ -47,6 +63,17 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     options.add(parser)
+
+
+def pytest_plugin_registered(plugin_name: str) -> None:
+    """Import everything now in a run whose tests run pytest in this process.
+
+    Such a run forgets the modules that it has imported, and messages between ranks are recognised
+    by their classes.
+    """
+    if plugin_name == "pytester":
+        for name in USED_LATER:
+            importlib.import_module(f"pytest_gtrainer.{name}")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -104,6 +131,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(BisectPlugin(), "gtrainer-bisect")
     is_repeated = options.get(config, "repeat") > 1
     if is_repeated:
+        from pytest_gtrainer.report.repeats import OperatorObserver, Repeats
+
         config.pluginmanager.register(OperatorObserver(), "gtrainer-operators")
     if not is_rank(config):
         config.pluginmanager.register(RanksPlugin(config), "gtrainer-ranks")
@@ -176,7 +205,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     repeats = item.config.pluginmanager.getplugin("gtrainer-repeats")
     if repeats is not None and repeats.is_between:
         return (yield)  # this hook is called for each repetition, too
-    if not options.get(item.config, "trace-log"):
+    if "torch" in sys.modules and not options.get(item.config, "trace-log"):
+        from pytest_gtrainer.worlds.hygiene import keep_trace_log_quiet
+
         keep_trace_log_quiet()
     with facts.collecting() as sink, witnessed(item):
         item.stash[FACTS] = sink

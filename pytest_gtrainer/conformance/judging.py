@@ -32,7 +32,7 @@ from pytest_gtrainer.facts import counted
 from pytest_gtrainer.graph.layout import Payload, bucket_layout
 from pytest_gtrainer.graphtext.rendering import render
 from pytest_gtrainer.passes.graph_pass import as_pass, options_of
-from pytest_gtrainer.worlds.spec import MARKER
+from pytest_gtrainer.worlds import MARKER
 
 World = tuple[str, dict[str, Any]]
 FAKE: World = ("fake", {"size": 4, "rank": 1})

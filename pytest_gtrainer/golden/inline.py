@@ -25,9 +25,8 @@ import tokenize
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -47,8 +46,7 @@ Place = tuple[str, int, str]
 _sessions: "list[InlinePlugin]" = []  # the pytest sessions of this process, the innermost last
 
 
-@dataclass(frozen=True, slots=True)
-class Expectation:
+class Expectation(NamedTuple):
     """One call; it goes through JSON."""
 
     file: str  # below the root directory, else absolute
@@ -196,7 +194,7 @@ class InlinePlugin:
         """Add the expectations to a report, and the command to accept one that has failed."""
         report = yield
         if self._observed:
-            report.gt_inline = [asdict(each) for each in self._observed]
+            report.gt_inline = [each._asdict() for each in self._observed]
             self._observed = []
         if report.failed and call.excinfo is not None and is_mismatch(call.excinfo.value):
             goldens: GoldenPlugin = self.config.pluginmanager.getplugin("gtrainer-goldens")

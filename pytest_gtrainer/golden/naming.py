@@ -10,9 +10,9 @@ import ast
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import PurePosixPath
+from typing import NamedTuple
 
 from pytest_gtrainer.graph.partitions import Ranks, is_implied, partition_fault, spell_partition
 
@@ -123,8 +123,7 @@ def safe(text: str, *, fold_case: bool = True) -> str:
     return f"{likeness}~{hashlib.sha256(text.encode(errors='backslashreplace')).hexdigest()[:8]}"
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(NamedTuple):
     """One check; it goes through JSON on its way from a rank."""
 
     name: str  # "" for a golden without a name
@@ -185,7 +184,7 @@ def showing_groups(claims: Mapping[int, Claim]) -> Claim:
             shown.append(f"{symbol} = {spell_partition(groups)}")
     if not shown:
         return first
-    return replace(first, text=with_field(first.text, "groups", "; ".join(shown)))
+    return first._replace(text=with_field(first.text, "groups", "; ".join(shown)))
 
 
 def disagreement(claims: Mapping[int, list[Claim]]) -> tuple[str, dict[int, Claim]] | None:

@@ -15,14 +15,13 @@ import hashlib
 import os
 import shlex
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from pytest_gtrainer import facts, options
-from pytest_gtrainer.golden import artifacts, naming, store, values
+from pytest_gtrainer.golden import artifacts, naming, store
 from pytest_gtrainer.golden.naming import (
     FOLDER,
     SUFFIXES,
@@ -200,7 +199,7 @@ class GoldenPlugin:
             return claim
         folder = (self.root / path).parent
         there = sorted(os.listdir(folder)) if folder.is_dir() else []
-        return replace(claim, path=naming.standing(path, there).as_posix())
+        return claim._replace(path=naming.standing(path, there).as_posix())
 
     def _await(self, claim: Claim, outcome: str) -> tuple[list[facts.Fact], None]:
         self._pending.append((claim, outcome))
@@ -253,7 +252,8 @@ class GoldenPlugin:
         if not self._is_rank:
             report.gt_claims = sorted(self._claimed)
         else:
-            report.gt_goldens = list(map(asdict, self._recorded.pop(item.nodeid, [])))
+            claims = self._recorded.pop(item.nodeid, [])
+            report.gt_goldens = [claim._asdict() for claim in claims]
         return report
 
     def judge_ranks(
@@ -333,8 +333,10 @@ class GoldenPlugin:
     def _finish(self, teardown: pytest.TestReport) -> None:
         """Write the goldens of a test that has passed; a failed write fails the teardown."""
         pending, self._pending = self._pending, []
-        if not has_passed(self._outcomes):
+        if not pending or not has_passed(self._outcomes):
             return
+        from pytest_gtrainer.golden import values
+
         problems = []
         for claim, outcome in pending:
             real = os.path.realpath(self.root / claim.path)
@@ -426,8 +428,7 @@ def _head(text: str) -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True)
-class Modes:
+class Modes(NamedTuple):
     """The goldens that a run writes or removes."""
 
     creates: bool

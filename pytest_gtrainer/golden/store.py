@@ -12,7 +12,6 @@ import errno
 import hashlib
 import os
 import re
-import secrets
 import stat
 import tempfile
 import time
@@ -256,6 +255,8 @@ def reason(error: OSError | ValueError) -> str:
 
 def _replace(path: Path, content: bytes) -> None:
     _sweep(path.parent)
+    import secrets  # a run that writes nothing needs none
+
     temporary = path.with_name(f".gt-{secrets.token_hex(8)}.tmp")
     try:
         # ``tempfile`` makes files that only their owner may read.

@@ -20,7 +20,6 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
@@ -29,7 +28,7 @@ import pytest
 from pytest_gtrainer import devices
 from pytest_gtrainer.environment import installed_minor
 from pytest_gtrainer.facts import counted
-from pytest_gtrainer.golden import store, values
+from pytest_gtrainer.golden import store
 from pytest_gtrainer.golden.naming import (
     FOLDER,
     SUFFIXES,
@@ -243,18 +242,18 @@ class UnusedGoldens:
             self._goldens.late_facts.append(fact)
 
 
-@dataclass(slots=True)
 class Collection:
     """The tests and files that a process has collected, before anything was deselected."""
 
-    # Only a run that finds goldens reads the names of its tests.
-    items: dict[pytest.Item, None] = field(default_factory=dict)
-    stems: set[PurePosixPath] = field(default_factory=set)
-    # stems of tests that have no parameters here
-    empty_sets: set[PurePosixPath] = field(default_factory=set)
-    # places of files that were collected, and of those that were skipped or failed
-    collected: set[PurePosixPath] = field(default_factory=set)
-    uncertain: set[PurePosixPath] = field(default_factory=set)
+    def __init__(self) -> None:
+        # Only a run that finds goldens reads the names of its tests.
+        self.items: dict[pytest.Item, None] = {}
+        self.stems: set[PurePosixPath] = set()
+        # stems of tests that have no parameters here
+        self.empty_sets: set[PurePosixPath] = set()
+        # places of files that were collected, and of those that were skipped or failed
+        self.collected: set[PurePosixPath] = set()
+        self.uncertain: set[PurePosixPath] = set()
 
     def add(self, items: Iterable[pytest.Item]) -> None:
         self.items.update(dict.fromkeys(items))
@@ -291,13 +290,13 @@ class Collection:
         return found
 
 
-@dataclass(slots=True)
 class Outcome:
     """The outcome of a test by its reports."""
 
-    outcomes: set[tuple[str | None, str]] = field(default_factory=set)  # phase, outcome
-    claims: set[str] | None = None  # paths; None if no report has them
-    lacks_devices: bool = False
+    def __init__(self) -> None:
+        self.outcomes: set[tuple[str | None, str]] = set()  # phase, outcome
+        self.claims: set[str] | None = None  # paths; None if no report has them
+        self.lacks_devices = False
 
     def add(self, report: pytest.TestReport) -> None:
         self.outcomes.add((report.when, report.outcome))
@@ -382,5 +381,7 @@ def needs_gpu(path: PurePosixPath, root: Path) -> bool:
     except store.GoldenFileError:
         return False
     if path.name.endswith(SUFFIXES["numbers"]):
+        from pytest_gtrainer.golden import values
+
         return values.devices(text) - {"cpu"} != set()
     return path.suffix == SUFFIXES["graph"] and _ON_GPU.search(text) is not None

@@ -77,6 +77,7 @@ _ROWS = csv.DictReader(
     resources.files(__package__).joinpath("knobs.csv").read_text(encoding="utf-8").splitlines()
 )
 KNOBS = tuple(Knob(guarded=row.pop("guarded") != "no", **row) for row in _ROWS)
+GUARDED = [knob for knob in KNOBS if knob.guarded]
 """The table, in the order in which it is reported."""
 
 

@@ -13,21 +13,13 @@ from pytest_gtrainer import devices, facts, options
 from pytest_gtrainer._pytest_private import tear_down
 from pytest_gtrainer.marker import id_of, valid_spec_of
 
-# Here, not where they are used first: a pytest run in this process (``pytester``) forgets the
-# modules that it imported, and messages are recognised by their classes.
-from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.inside.session import restored_after
-from pytest_gtrainer.ranks.leases import LeaseError
-from pytest_gtrainer.ranks.merge import append_section, passes, reports_of
-from pytest_gtrainer.ranks.team import RanksError
-from pytest_gtrainer.report.repeats import IS_OBSERVED
-from pytest_gtrainer.worlds.hygiene import SEED
-from pytest_gtrainer.worlds.spec import World, WorldSpec
-
+# The rest is imported where a test on ranks needs it: this module is part of every pytest run.
 if TYPE_CHECKING:
+    from pytest_gtrainer.ranks import wire
     from pytest_gtrainer.ranks.pool import Pool
     from pytest_gtrainer.ranks.torchrun.nodes import Nodes
     from pytest_gtrainer.ranks.watch import RanksOutcome
+    from pytest_gtrainer.worlds.spec import World, WorldSpec
 
 # Anything else that strikes during dispatch, a plugin's time limit for one, is the test's failure.
 NOT_A_FAILURE = (KeyboardInterrupt, pytest.exit.Exception)
@@ -57,6 +49,8 @@ def follow(config: pytest.Config) -> int | None:
 @contextmanager
 def ranks_world(spec: WorldSpec, config: pytest.Config) -> Iterator[World]:
     """Enter the world: on a rank's warm default group, or in the parent, without a rank."""
+    from pytest_gtrainer.worlds.spec import World
+
     worker = getattr(config, "workerinput", {})
     rank: int | None
     if "gt_rank" in worker:
@@ -171,10 +165,12 @@ class RanksPlugin:
         spec = valid_spec_of(item)
         if spec is None or (spec.kind, spec.device) != ("fake", "cuda"):
             spec = ranks_spec(item)
+        if spec is None:
+            return
         found = devices.resolve(self.config)
-        cause = missing(spec, found) if spec is not None else None
-        if spec is None or cause is None:
-            if spec is not None and spec.kind == "ranks" and found.in_process:
+        cause = missing(spec, found)
+        if cause is None:
+            if spec.kind == "ranks" and found.in_process:
                 self._be_a_rank()
             return
         required = options.get(self.config, "require")
@@ -199,6 +195,8 @@ class RanksPlugin:
         spec = self._spec_on_ranks(item)
         if spec is None:
             return None
+        from pytest_gtrainer.ranks.merge import reports_of
+
         hooks = item.ihook
         hooks.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         outcomes: list[RanksOutcome] = []
@@ -245,6 +243,11 @@ class RanksPlugin:
         failed = next((report for report in reports if report.failed), None)
         if failed is None or options.get(self.config, "fresh-ranks") != "on-failure":
             return
+        from pytest_gtrainer.ranks import wire
+        from pytest_gtrainer.ranks.leases import LeaseError
+        from pytest_gtrainer.ranks.merge import append_section, passes
+        from pytest_gtrainer.ranks.team import RanksError
+
         if not before.on_used_ranks:
             said = "The test was not run again: its ranks were new, no test had run on them."
             append_section(failed, "fresh ranks", said)
@@ -286,6 +289,7 @@ class RanksPlugin:
         import torch.distributed as dist
 
         from pytest_gtrainer.numerics.determinism import seed_everything
+        from pytest_gtrainer.worlds.hygiene import SEED
 
         if self._alone is not None and not dist.is_initialized():  # the test before has ended it
             self._be_none()
@@ -305,6 +309,8 @@ class RanksPlugin:
         if self._alone is None:
             result = yield
         else:
+            from pytest_gtrainer.ranks.inside.session import restored_after
+
             result = yield from restored_after(item)
         self._refuse_late_marker(item)  # the test itself may have added it
         return result
@@ -331,6 +337,11 @@ class RanksPlugin:
     def _run(
         self, item: pytest.Item, spec: WorldSpec, nextitem: pytest.Item | None
     ) -> RanksOutcome:
+        from pytest_gtrainer.ranks import wire
+        from pytest_gtrainer.ranks.leases import LeaseError
+        from pytest_gtrainer.ranks.team import RanksError
+        from pytest_gtrainer.report.repeats import IS_OBSERVED
+
         following = self._next_on_ranks(item, spec, nextitem)
         next_item = None
         if following is not None:
@@ -414,6 +425,8 @@ def _explain_examples(
     own_failures = [rank for rank in outcome.raised if not outcome.is_consequence(rank)]
     if not outcome.incidents and len(own_failures) == outcome.size:
         return
+    from pytest_gtrainer.ranks.merge import append_section
+
     append_section(
         failed,
         "hypothesis",
@@ -440,4 +453,6 @@ def chain_of(item: pytest.Item) -> tuple[str, ...]:
 
 
 def _item_ref(item: pytest.Item) -> wire.ItemRef:
+    from pytest_gtrainer.ranks import wire
+
     return wire.ItemRef(id_of(item), chain_of(item))

@@ -5,6 +5,8 @@ A test's entry in the JUnit file has the properties ``gt_world``, ``gt_ranks``, 
 all phases and ranks. Two CI runs whose digests agree have trained alike.
 """
 
+from __future__ import annotations
+
 import hashlib
 import os
 import platform
@@ -21,12 +23,11 @@ import pytest
 from pytest_gtrainer import extensions, facts, options
 from pytest_gtrainer.golden import artifacts
 from pytest_gtrainer.marker import valid_spec_of
-from pytest_gtrainer.report.changes import Earlier
-from pytest_gtrainer.report.collected import Test
 from pytest_gtrainer.report.terminal import bounded, write_section
-from pytest_gtrainer.report.witness import Witness
 
 if TYPE_CHECKING:
+    from pytest_gtrainer.report.changes import Earlier
+    from pytest_gtrainer.report.collected import Test
     from pytest_gtrainer.report.html import Run
     from pytest_gtrainer.report.revision import Revision
 
@@ -46,6 +47,8 @@ def witnessed(item: pytest.Item) -> Iterator[None]:
     if not wants_graphs and not wants_digests:
         yield
         return
+    from pytest_gtrainer.report.witness import Witness
+
     spec = valid_spec_of(item)
     witness = Witness(
         graphs=wants_graphs and worker.get("gt_rank", 0) == 0,
@@ -85,10 +88,14 @@ class ReportPlugin:
 
             self.revision = revision.Revision.find(config, asked)
         if against is not None and not is_other_side:
+            from pytest_gtrainer.report.changes import Earlier
+
             self.earlier = Earlier.read(against, Path(here, against))
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        from pytest_gtrainer.report.collected import Test
+
         self._tests.setdefault(report.nodeid, Test(report.nodeid)).add(report)
 
     @pytest.hookimpl(trylast=True)
@@ -130,7 +137,7 @@ class ReportPlugin:
                 self._run_revision(self.revision, lambda line: None)
             self._write()
 
-    def _run_revision(self, revision: "Revision", write_line: Callable[[str], None]) -> None:
+    def _run_revision(self, revision: Revision, write_line: Callable[[str], None]) -> None:
         """Run the tests at the revision and write what moved; a run that cannot is not green."""
         from pytest_gtrainer.report.revision import NotComparable
 
@@ -155,7 +162,7 @@ class ReportPlugin:
                 status = pytest.ExitCode.TESTS_FAILED
             self._session.exitstatus = status
 
-    def _describe_moves(self, run: "Run") -> list[str]:
+    def _describe_moves(self, run: Run) -> list[str]:
         """Return what moved against the revision, a line for each test; fail the run if asked."""
         assert run.earlier is not None
         lines, has_moved = [], False
@@ -258,6 +265,8 @@ class JUnitProperties:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if hasattr(report, "node"):  # set by xdist: the worker has added the properties
             return
+        from pytest_gtrainer.report.collected import Test
+
         test = self._tests.setdefault(report.nodeid, Test(report.nodeid))
         test.add(report)
         if report.when == "teardown":

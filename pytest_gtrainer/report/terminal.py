@@ -15,7 +15,6 @@ import pytest
 
 from pytest_gtrainer import facts, options
 from pytest_gtrainer.facts import Fact, counted, of_kind, spell_counts
-from pytest_gtrainer.report.collected import SHOWN, world_label
 
 MOST_LINES, MOST_LETTERS = 18, 400
 _NET = ("ranks", "nodes", "channels", "algorithm", "partition", "accumulate")
@@ -28,8 +27,14 @@ def _rule_label(fact: Fact) -> str:
     return str(fact["result"])
 
 
+def _world_label(fact: Fact) -> str:
+    from pytest_gtrainer.report.collected import world_label
+
+    return f"tests in {world_label(fact)}"
+
+
 _TOPICS = (
-    ("worlds", "world", lambda fact: f"tests in {world_label(fact)}"),
+    ("worlds", "world", _world_label),
     ("goldens", "golden", lambda fact: fact["outcome"]),
     ("inline", "inline", lambda fact: fact["outcome"]),
     ("verdicts", "verdict", lambda fact: fact["outcome"]),
@@ -80,7 +85,12 @@ class SummaryPlugin:
             self.config.add_cleanup(stack.pop_all().close)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        for fact in getattr(report, "gt_facts", []):
+        found = getattr(report, "gt_facts", [])
+        if not found:
+            return
+        from pytest_gtrainer.report.collected import SHOWN
+
+        for fact in found:
             if fact["kind"] in SHOWN:
                 continue
             self.facts.append(fact)

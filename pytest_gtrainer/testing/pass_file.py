@@ -20,7 +20,8 @@ import pytest
 
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.proofs.proof import KINDS
-from pytest_gtrainer.worlds.spec import MARKER, SpecError, WorldSpec, make_spec
+from pytest_gtrainer.worlds import MARKER, SpecError
+from pytest_gtrainer.worlds.spec import WorldSpec, make_spec
 
 SUFFIX = ".fxgraph"
 ONCE = ("world", "mesh", "golden", "values", "result", "again", "raises")

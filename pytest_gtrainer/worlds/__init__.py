@@ -7,7 +7,13 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import TypeVar
 
+MARKER = "gt_world"
+KINDS = ("fake", "simulated", "ranks")
 Value = TypeVar("Value")
+
+
+class SpecError(Exception):
+    """The marker asks for something that cannot be; the message is one sentence for its author."""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -9,14 +9,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-MARKER = "gt_world"
-KINDS = ("fake", "simulated", "ranks")
+from pytest_gtrainer.worlds import KINDS, SpecError
+
 _FIELDS = ("size", "mesh", "nodes", "rank", "device", "timeout")
 DEVICES = ("cpu", "cuda")
-
-
-class SpecError(Exception):
-    """The marker asks for something that cannot be; the message is one sentence for its author."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,9 +72,10 @@ def test_a_test_without_parameters_here_keeps_its_goldens_and_no_others(tmp_path
     (tmp_path / place).mkdir(parents=True)
     for name in ("test_c-8.txt", "test_c-bf16@after.txt", "test_cd.txt"):
         (tmp_path / place / name).touch()
-    assert Collection(empty_sets={place / "test_c"}, collected={place}).unowned(tmp_path) == [
-        place / "test_cd.txt"
-    ]
+    collection = Collection()
+    collection.empty_sets.add(place / "test_c")
+    collection.collected.add(place)
+    assert collection.unowned(tmp_path) == [place / "test_cd.txt"]
 
 
 def test_without_a_test_is_what_no_worker_has_collected(request):

@@ -20,7 +20,7 @@ test: env lint    ## the fast tier, which a developer waits for
 	$(PYTEST) --gt-gpus=8 -m "not long and not second_tier" -n $(WORKERS) --dist loadfile
 
 check: env        ## the rest, long checks in short form
-	$(PYTEST) --gt-gpus=8 -m "not long and second_tier" -n $(WORKERS) --dist loadfile
+	$(PYTEST) --gt-gpus=8 -m "not long and second_tier" -n $(WORKERS) --dist loadfile --durations=40 --durations-min=5
 
 # For CI on CPU only: torch without CUDA's libraries (.ci/light_torch.py). It is kept in build/, 1.4 GB a version, and
 # so are the environments. Not part of .ci/run: 15 minutes of CPU where 5 are allowed. Run it before a change that meets

@@ -42,9 +42,8 @@ def seen_by(pytester: pytest.Pytester, tests: int, *args: str) -> tuple[set[str]
     return set(seen["modules"]), seen["calls"]
 
 
-def calls_per_test(pytester: pytest.Pytester, *args: str) -> dict[str, int]:
-    """Return how often a run calls hooks of ours for one test more."""
-    few, many = (seen_by(pytester, tests, *args)[1] for tests in (1, 2))
+def more_calls(few: dict[str, int], many: dict[str, int]) -> dict[str, int]:
+    """Return our hooks that a run with one test more calls more often."""
     # Hooks of collection are called for files, of which the first run leaves some.
     more = {name: many[name] - few.get(name, 0) for name in many if "collect" not in name}
     return {name: calls for name, calls in more.items() if calls}
@@ -63,18 +62,24 @@ HOOKS_OF_OURS = {
 
 def test_another_project_pays_for_few_modules_and_hooks(pytester: pytest.Pytester):
     """Counted, as seconds say little here: benchmarks/unused.py has those."""
-    modules, _ = seen_by(pytester, 1)
+    modules, few = seen_by(pytester, 1, "--co")
+    _, many = seen_by(pytester, 2, "--co")
     ours = {name for name in modules if name.partition(".")[0] == "pytest_gtrainer"}
     assert len(ours) <= 28, sorted(ours)
     assert not ours & {f"pytest_gtrainer.{name}" for name in USED_LATER}
     assert not modules & {"torch", "multiprocessing", "ctypes", "pickle", "asyncio"}
-    assert calls_per_test(pytester, "--co") == {"pytest_generate_tests": 1}
+    assert more_calls(few, many) == {"pytest_generate_tests": 1}
 
 
+@pytest.mark.second_tier
 def test_a_test_of_another_project_calls_few_hooks(pytester: pytest.Pytester):
-    assert calls_per_test(pytester) == {"pytest_generate_tests": 1, **HOOKS_OF_OURS}
+    modules, few = seen_by(pytester, 1)
+    _, many = seen_by(pytester, 2)
+    assert not modules & {f"pytest_gtrainer.{name}" for name in USED_LATER}
+    assert more_calls(few, many) == {"pytest_generate_tests": 1, **HOOKS_OF_OURS}
 
 
+@pytest.mark.second_tier
 def test_a_run_that_runs_pytest_inside_imports_them_all(pytester: pytest.Pytester):
     """The twin: such a run forgets modules, and classes of messages must stay the same."""
     modules, _ = seen_by(pytester, 1, "-p", "pytester")

@@ -36,6 +36,15 @@ CELLS = [
     for model in MODELS
     for wrapping in WRAPPINGS
 ]
+# Each wrapping and each model: all pairs have one text on the first and the last of eight fake ranks.
+PAIRS = [("gpt2", "tp"), ("qwen3", "data_parallel"), ("llama3", "ddp")]
+GLOO_CELLS = [
+    pytest.param(
+        *cell.values,
+        marks=[pytest.mark.long] * (cell.values[0] != "conv" and cell.values not in PAIRS),
+    )
+    for cell in CELLS
+]
 
 
 def fake(rank):
@@ -69,7 +78,7 @@ def test_on_eight_fake_ranks(model, wrapping):
 
 @pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"d": 2})
-@pytest.mark.parametrize(("model", "wrapping"), CELLS)
+@pytest.mark.parametrize(("model", "wrapping"), GLOO_CELLS)
 def test_on_two_gloo_ranks(gt_mesh, gt_world, model, wrapping):
     """P1: each rank has the same text, of every stage."""
     for name, text in texts(model, wrapping, gt_mesh).items():

@@ -56,12 +56,19 @@ CASES = {
 }
 
 
+def pairs():
+    """Yield cases, slots, and whether code is generated, for each pipeline in one of its slots."""
+    for slot in (JOINT, POST_GRAD):
+        for case in CASES:
+            yield pytest.param(case, False, slot)
+        for place, case in enumerate(PIPELINES):
+            is_other = (place % 2 == 0) != (slot == JOINT)
+            yield pytest.param(case, True, slot, marks=[pytest.mark.long] * is_other)
+
+
 @pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
-@pytest.mark.parametrize("slot", [JOINT, POST_GRAD])
-@pytest.mark.parametrize(
-    ("case", "lower"), [*((case, False) for case in CASES), *((case, True) for case in PIPELINES)]
-)
+@pytest.mark.parametrize(("case", "lower", "slot"), pairs())
 def test_a_pass_of_ours_changes_the_graph_and_no_bit(gt_mesh, gt_world, case, slot, lower):
     """P4: of eager ``data_parallel``, by kernels of eager and by generated code."""
     model, x = sharded(gt_mesh, gt_world.rank)

@@ -183,6 +183,8 @@ CLAIMS = {
 
 
 QUICK = (pipeline,)
+# test_on_two_nodes proves that four ranks get the same bits, which says more than two ranks can.
+HELD_ON_NODES = [claim for claim, (_, four) in CLAIMS.items() if four == "identical"]
 
 
 def check(claim, kind, model, precision, gt_mesh, gt_world):
@@ -196,7 +198,13 @@ def check(claim, kind, model, precision, gt_mesh, gt_world):
 
 @pytest.mark.second_tier(*(claim.__name__ for claim in CLAIMS if claim not in QUICK))
 @world(2)
-@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__)
+@pytest.mark.parametrize(
+    "claim",
+    [
+        pytest.param(claim, id=claim.__name__, marks=[pytest.mark.long] * (claim in HELD_ON_NODES))
+        for claim in CLAIMS
+    ],
+)
 def test_on_two_ranks(claim, gt_mesh, gt_world):
     check(claim, CLAIMS[claim][0], "llama3", "fp32", gt_mesh, gt_world)
 
@@ -257,7 +265,7 @@ SLOW = (
 )
 
 
-@pytest.mark.second_tier(
+SECOND = (
     *SLOW,
     "checkpointed",
     "offloaded",
@@ -270,8 +278,22 @@ SLOW = (
     "weight used",
     "transposed",
 )
-@pytest.mark.parametrize("chunks", [2, 4])
-@pytest.mark.parametrize("name", [*BLOCKS, *(f"moe {name}" for name in MOE)])
+
+
+def chunkings():
+    """Yield blocks with numbers of chunks.
+
+    Four chunks have a first, a last and those between, and an order of additions; two have neither.
+    Numbers of two chunks are compared in test_equals_eager_chunking.
+    """
+    for name in [*BLOCKS, *(f"moe {name}" for name in MOE)]:
+        for chunks in (2, 4):
+            marks = [pytest.mark.long] * (chunks == 2 and name.startswith(SECOND))
+            yield pytest.param(name, chunks, marks=marks)
+
+
+@pytest.mark.second_tier(*SECOND)
+@pytest.mark.parametrize(("name", "chunks"), chunkings())
 def test_chunks_against_eager_chunking(name, chunks):
     """So proven for any numbers, what is tested for some."""
     given = BLOCKS.get(name) or MOE[name.removeprefix("moe ")]

@@ -21,6 +21,8 @@ from _pytest._io import TerminalWriter
 from _pytest.capture import CaptureManager
 from _pytest.config import _prepareconfig
 from _pytest.skipping import xfailed_key
+from _pytest.threadexception import collect_thread_exception
+from _pytest.unraisableexception import collect_unraisable
 
 ATTRIBUTES = {
     "_pytest.config:Config": ("_do_configure", "_ensure_unconfigure"),
@@ -59,6 +61,19 @@ def configure(config: pytest.Config) -> None:
 def unconfigure(config: pytest.Config) -> None:
     """Undo ``configure``, as ``pytest.main`` does after a session."""
     config._ensure_unconfigure()
+
+
+def warn_of_unhandled(config: pytest.Config) -> None:
+    """Warn of each exception that ended a thread, or that nobody could raise, as in ``__del__``.
+
+    pytest warns of those of a test behind each of its phases, and of others at the next one.
+    """
+    for plugin, collect in (
+        ("threadexception", collect_thread_exception),
+        ("unraisableexception", collect_unraisable),
+    ):
+        if config.pluginmanager.hasplugin(plugin):
+            collect(config)
 
 
 def tear_down(session: pytest.Session, next_item: pytest.Item | None) -> None:

@@ -476,9 +476,7 @@ def _state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers()
 
 
-def _header(
-    model: nn.Module | None, optimizers: Iterable[Optimizer], every: int
-) -> dict[str, Any]:
+def _header(model: nn.Module | None, optimizers: Iterable[Optimizer], every: int) -> dict[str, Any]:
     """Return what is worth knowing before two records are compared."""
     compiled = []
     if model is not None:

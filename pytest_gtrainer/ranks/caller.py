@@ -1,8 +1,10 @@
 """``gt_ranks``: call functions on real ranks from a test that itself stays in the parent."""
 
+import contextlib
 import pickle
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -92,7 +94,7 @@ class RankCaller:
         for answer in answers.values():
             if (answer.error or "").rstrip().endswith("Exit: Quitting debugger"):
                 pytest.exit("Quitting debugger")
-        _raise_failure(outcome)
+        _end(outcome)
         for rank, answer in answers.items():
             if answer.output:
                 end = "" if answer.output.endswith("\n") else "\n"
@@ -137,6 +139,28 @@ def _payload(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         raise TypeError(
             f"gt_ranks.run: {name} or its arguments cannot be sent to another process: {error}"
         ) from error
+
+
+def _end(outcome: RanksOutcome) -> None:
+    """Raise the earliest cause of a failure, and give the ranks' warnings."""
+    __tracebackhide__ = True
+    try:
+        _raise_failure(outcome)
+    except RankError:
+        # A filter that raises a warning as an error must not hide the failure.
+        with contextlib.suppress(Warning):
+            _repeat_warnings(outcome)
+        raise
+    _repeat_warnings(outcome)
+
+
+def _repeat_warnings(outcome: RanksOutcome) -> None:
+    """Give the ranks' warnings here, where the test's own filters apply, equal ones once."""
+    records: dict[wire.WarningRecord, None] = {}
+    for answer in outcome.called.values():
+        records |= dict.fromkeys(answer.warnings)
+    for record in records:
+        warnings.warn_explicit(record.text, record.class_here(), record.filename, record.lineno)
 
 
 def _raise_failure(outcome: RanksOutcome) -> None:

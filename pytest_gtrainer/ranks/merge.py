@@ -12,7 +12,6 @@ line, and is never the headline.
 """
 
 import copy
-import sys
 import textwrap
 import warnings
 from collections import Counter
@@ -119,15 +118,10 @@ def _repeat_warnings(item: pytest.Item, outcome: RanksOutcome) -> None:
     for answer in outcome.done.values():
         records |= dict.fromkeys(answer.warnings)
     for record in records:
-        # The class may be of a module that only the ranks have imported.
-        module, name = record.category
-        category = getattr(sys.modules.get(module), name, None)
-        if not isinstance(category, type) or not issubclass(category, Warning):
-            category = UserWarning
         item.ihook.pytest_warning_recorded.call_historic(
             kwargs={
                 "warning_message": warnings.WarningMessage(
-                    record.text, category, record.filename, record.lineno
+                    record.text, record.class_here(), record.filename, record.lineno
                 ),
                 "when": record.when,
                 "nodeid": record.nodeid,

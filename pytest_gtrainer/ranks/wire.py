@@ -12,6 +12,7 @@ JSON (``torchrun.line``); only the function and the arguments of a ``CallFunctio
 import os
 import select
 import struct
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -175,7 +176,7 @@ class Raised(NamedTuple):
 
 
 class WarningRecord(NamedTuple):
-    """A warning that a test gave."""
+    """A warning that a test gave, or a function that was called on the rank."""
 
     text: str
     category: tuple[str, str]
@@ -184,6 +185,12 @@ class WarningRecord(NamedTuple):
     when: str
     nodeid: str
     location: tuple[str, int, str] | None
+
+    def class_here(self) -> type[Warning]:
+        """Return the class of the warning, ``UserWarning`` if only the rank has its module."""
+        module, name = self.category
+        found = getattr(sys.modules.get(module), name, None)
+        return found if isinstance(found, type) and issubclass(found, Warning) else UserWarning
 
 
 class AtPrompt(NamedTuple):
@@ -216,6 +223,7 @@ class CallDone(NamedTuple):
     error: str | None
     output: str
     facts: tuple[Mapping[str, Any], ...]
+    warnings: tuple[WarningRecord, ...]
     state: GroupState
 
 

@@ -409,9 +409,5 @@ def test_lines_of_the_trainer_around_what_differs(tmp_path):
     lines = str(compared(tmp_path / "a", tmp_path / "b")).splitlines()
     place = next(number for number, line in enumerate(lines) if line.startswith("first"))
     assert "gradient: layers.0.weight: only in A" in lines[place]
-    assert lines[place + 1] == (
-        "  A: backward at a.py:19 in <module>, step at a.py:20 in <module>"
-    )
-    assert lines[place + 2] == (
-        "  B: backward at b.py:20 in <module>, step at b.py:21 in <module>"
-    )
+    assert lines[place + 1] == ("  A: backward at a.py:19 in <module>, step at a.py:20 in <module>")
+    assert lines[place + 2] == ("  B: backward at b.py:20 in <module>, step at b.py:21 in <module>")

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 import weakref
 import zlib
 from collections import Counter
@@ -31,7 +32,12 @@ import torch
 import torch.distributed as dist
 
 from pytest_gtrainer import facts
-from pytest_gtrainer._pytest_private import capture_fds, prepared_config, tear_down
+from pytest_gtrainer._pytest_private import (
+    capture_fds,
+    prepared_config,
+    tear_down,
+    warn_of_unhandled,
+)
 from pytest_gtrainer._torch import process_groups
 from pytest_gtrainer._torch.process import forget_cublas_workspaces
 from pytest_gtrainer.environment import variable
@@ -215,7 +221,9 @@ class Rank:
         seed_everything(hygiene.SEED)
         capture = self.session.config.pluginmanager.getplugin("capturemanager")
         result = failure = None
-        with facts.collecting() as seen:
+        # The parent gives them again, under the filters of the test that called.
+        with warnings.catch_warnings(record=True) as warned, facts.collecting() as seen:
+            warnings.simplefilter("always")
             try:
                 self._tests.load(command.chain)
                 function, args = pickle.loads(command.payload)
@@ -241,11 +249,15 @@ class Rank:
                         break
                     entry = entry.tb_next
                 failure = "".join(traceback.format_exception(type(error), error, entry))
+            warn_of_unhandled(self.session.config)
         debugger.release()
         process_groups.forget_compiled()
+        records = tuple(dict.fromkeys(map(session.record_of_warning, warned)))
         output = "".join(capture.read_global_capture()) if capture is not None else ""
         sent = tuple(session.plain(seen))
-        return wire.CallDone(result, failure, session.cut(output), sent, self.group.state())
+        return wire.CallDone(
+            result, failure, session.cut(output), sent, records, self.group.state()
+        )
 
 
 def _pickled(result: Any) -> bytes:

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
@@ -309,10 +310,19 @@ class Recorder:
     ) -> None:
         if when != "runtest":
             return  # the parent has given those of configuration and collection itself
-        text, category = str(warning_message.message), warning_message.category
-        name = (category.__module__, category.__qualname__)
-        place = (warning_message.filename, warning_message.lineno)
-        self._warnings.append(wire.WarningRecord(text, name, *place, when, nodeid, location))
+        self._warnings.append(record_of_warning(warning_message, when, nodeid, location))
+
+
+def record_of_warning(
+    message: warnings.WarningMessage,
+    when: str = "runtest",
+    nodeid: str = "",
+    location: tuple[str, int, str] | None = None,
+) -> wire.WarningRecord:
+    """Return a warning in plain types."""
+    name = (message.category.__module__, message.category.__qualname__)
+    place = (message.filename, message.lineno)
+    return wire.WarningRecord(str(message.message), name, *place, when, nodeid, location)
 
 
 def wait_for_gpu() -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from pytest_gtrainer import facts
+from pytest_gtrainer._torch.foreign_graphs import ExportedProgram
 from pytest_gtrainer._torch.random_states import random_states_kept
 from pytest_gtrainer._torch.values import OpOverload, pytree, schema
 from pytest_gtrainer.facts import counted, spell_some
@@ -54,8 +55,10 @@ def assert_rank_agnostic(
     """Check that a graph of one rank, replayed as every rank, gives what that rank computes.
 
     Args:
-        graph: a graph of any tracer, as one rank has traced it. In a test on ranks also an
-            artefact: a callable, as of ``torch.export.load``.
+        graph: a graph of any tracer, as one rank has traced it, or an artefact: what
+            ``torch.export.load`` returns, or the ``module()`` of that. Weights of an
+            ``ExportedProgram`` are its first inputs. In a test on ranks also any callable, as what
+            ``torch.compile`` returns.
         function: the eager program. On each rank it takes the same inputs, and its results have the
             graph's order.
         inputs_of_rank: inputs by rank, as for ``simulate_graph``.
@@ -118,7 +121,7 @@ class _Simulated:
         world: AnyWorld,
         groups: Groups | None,
     ) -> None:
-        self.gm, self.function, self.groups = adopt(graph), function, groups
+        self.gm, self.function, self.groups = _without_guards(adopt(graph)), function, groups
         self.world, self.net = world, net_of_any(world)
         self.inputs = inputs_of_ranks(inputs_of_rank, self.net.size)
 
@@ -183,7 +186,8 @@ class _OnRanks:
             raise VacuousCheck("in a world of one rank every graph serves all: take two or more")
         self.inputs: Inputs = inputs_of_ranks(inputs_of_rank, size)[rank]
         self.graph = graph
-        if not callable(graph):
+        # An ``ExportedProgram`` has ``__call__``, which only raises.
+        if isinstance(graph, ExportedProgram) or not callable(graph):
             self.graph = adopt(graph)
         self.function = function
 
@@ -196,6 +200,24 @@ class _OnRanks:
         """Return the operators of both sides, by rank, on every rank."""
         sides = self.graph, self.function
         return gather_objects(tuple(_calls(side, self.inputs) for side in sides))
+
+
+def _without_guards(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a graph without what ``ExportedProgram.module()`` puts into it to check its inputs."""
+
+    def is_guard(node: fx.Node) -> bool:
+        return node.op == "call_module" and type(
+            gm.get_submodule(str(node.target))
+        ).__name__ == "GuardsFn"
+
+    if not any(map(is_guard, gm.graph.nodes)):
+        return gm
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for node in list(graph.nodes):
+        if is_guard(node):
+            graph.erase_node(node)
+    return fx.GraphModule(gm, graph)
 
 
 def _call(function: Callable[..., Any], inputs: Inputs) -> Any:

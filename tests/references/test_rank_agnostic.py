@@ -1,5 +1,7 @@
 """``assert_rank_agnostic``: a graph of one rank on all ranks, and the constants of its rank."""
 
+import io
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -126,3 +128,72 @@ def test_on_ranks(gt_world):
     assert text.startswith("the graph does not give the results of ranks 0, 1, of 2\n")
     assert "on rank 1: aten.sub.Tensor at test_rank_agnostic.py:" in text
     assert "its numbers: 0 in the graph, 4 on rank 1" in text
+
+
+class Embed(torch.nn.Module):
+    """With the offset as an input, or as a number that the export takes from its rank."""
+
+    def __init__(self, offset=None):
+        super().__init__()
+        self.offset = offset
+
+    def forward(self, weight, tokens, offset):
+        return embed(tokens, weight, offset if self.offset is None else self.offset)
+
+
+def exported(module, inputs):
+    """Export a module, and load what was saved."""
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(module, inputs), file)
+    file.seek(0)
+    return torch.export.load(file)
+
+
+def assert_artefacts(world):
+    def inputs(rank):
+        tokens, weight, offset = inputs_of(rank, 2)
+        return weight, tokens, offset
+
+    for form in (lambda program: program, lambda program: program.module()):
+        good = form(exported(Embed(), inputs(0)))
+        assert len(assert_rank_agnostic(good, Embed(), inputs, world)) == 2
+        baked = form(exported(Embed(0), inputs(0)))
+        with pytest.raises(BitwiseDifference) as error:
+            assert_rank_agnostic(baked, Embed(), inputs, world)
+        text = str(error.value)
+        assert text.startswith("the graph does not give the results of ranks 0, 1, of 2\n")
+        assert "on rank 1: aten.sub.Tensor at test_rank_agnostic.py:" in text
+        assert "its numbers: 0 in the graph, none on rank 1" in text
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("simulated", size=2)
+def test_an_artefact_that_was_saved_and_loaded(gt_world):
+    """Z5: of ``torch.export``, as a program and as its module."""
+    assert_artefacts(gt_world)
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("ranks", size=2)
+def test_an_artefact_on_ranks(gt_world):
+    """Z5: each rank loads and runs it; an ``ExportedProgram`` has a ``__call__`` that raises."""
+    assert_artefacts(gt_world)
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("simulated", size=2)
+def test_weights_of_an_exported_program_are_its_first_inputs(gt_world):
+    class Scale(torch.nn.Module):
+        def __init__(self, rank):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]) + rank)
+
+        def forward(self, x):
+            return x * self.weight
+
+    program = exported(Scale(0), (torch.ones(2),))
+
+    def inputs(rank):
+        return Scale(rank).weight.detach(), torch.arange(2.0)
+
+    assert_rank_agnostic(program, lambda weight, x: x * weight, inputs, gt_world)

@@ -1,6 +1,7 @@
 """Two real processes: layouts, ranks by name, and another number of ranks."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -93,6 +94,58 @@ def test_mistakes_on_one_rank_and_another_number_of_ranks(tmp_path, capsys):
     assert "other world_size: 2 in A, 1 in B" in compared
     assert "because each rank has its own and the ranks are others: loss: root" in compared
     assert "entries that differ: load 0 of 95, random 0 of 1, data 0 of 1" in compared
+
+
+ENDS = """
+import os, resource, signal, sys
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank, record = dist.get_rank(), sys.argv[1]
+torch.manual_seed(rank)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(4):
+    if step == 2 and rank == 1:
+        break
+    if step == 2 and rank == 2:  # the disk is full
+        size = os.path.getsize(f"{record}/rank2.jsonl")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    if step == 3 and rank == 3:
+        # Not before the others have ended, because the launcher ends them.
+        dist.monitored_barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(f"rank {rank} has ended after step {step}", flush=True)
+dist.monitored_barrier()
+"""
+
+
+@pytest.mark.second_tier
+def test_ranks_that_end_in_four_ways(tmp_path, capsys):
+    """One in order, one early, one on a full disk, one killed: each file is read as far as it goes,
+    and a full disk does not end the training.
+    """
+    script = tmp_path / "train.py"
+    script.write_text(ENDS)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"]
+    to = tmp_path / "a"
+    command = [*launcher, "-m", "pytest_gtrainer", "record", f"--to={to}", script, to]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert run.returncode == 1, run.stderr
+    assert "rank 2 has ended after step 3" in run.stdout
+    assert "recording ended at step 2: OSError: [Errno 27] File too large" in run.stderr
+    shutil.copytree(to, tmp_path / "b")
+    status, printed = compare(capsys, tmp_path / "a", tmp_path / "b")
+    assert status == 1
+    assert "first difference" not in printed
+    assert "B: rank 2 was cut after step 1: its last line is missing\n" in printed
+    assert "B: rank 3 was cut after step 2: its last line is missing\n" in printed
+    assert "B: its ranks stopped at different steps: " in printed
+    assert "rank 1 after step 1, rank 2 after step 1, rank 3 after step 2\n" in printed
+    assert "equal: " in printed
 
 
 @pytest.mark.gt_world("ranks", size=4, mesh={"dp": 2, "tp": 2})

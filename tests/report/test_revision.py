@@ -104,6 +104,45 @@ def test_what_moved_is_said_test_by_test_and_no_golden_decides(repository, worke
 
 
 @pytest.mark.second_tier
+def test_numbers_graphs_layouts_and_times_of_tests_on_real_ranks(repository):
+    """Two ranks in each of two workers, on both sides; each kind is counted."""
+    package = repository / "src" / "trainer" / "__init__.py"
+    package.write_text("NOW, SECONDS = False, 0\n")
+    tests = (Path(__file__).parent / "changing.py").read_text()
+    assert 'os.environ.get("VARIANT") == "now"' in tests
+    tests = tests.replace('os.environ.get("VARIANT") == "now"', "trainer.NOW")
+    tests = tests.replace('"fake"', '"ranks"').replace("import os\n", "import time\n\nimport trainer\n")
+    tests += (
+        '@pytest.mark.gt_world("ranks", size=2)\n'
+        "def test_time():\n"
+        "    time.sleep(trainer.SECONDS)\n"
+        '@pytest.mark.gt_world("ranks", size=2)\n'
+        "def test_one_rank():\n"
+        "    x = torch.ones(2) * (1 + trainer.NOW * torch.distributed.get_rank())\n"
+        "    assert_bitwise_equal(x, x.clone(), what='a rank')\n"
+    )
+    (repository / "test_it.py").write_text(tests)
+    git(repository, "commit", "--all", "--quiet", "--message=ranks")
+    package.write_text("NOW, SECONDS = True, 3\n")
+    done = run(repository, "--gt-against=HEAD", "--gt-gpus=8", "-n2", "-q")
+    assert done.returncode == 0, done.stdout + done.stderr
+    begin = "gtrainer: test_it.py::test_"
+    for name in ("graph", "graph_on_ranks"):
+        assert f"{begin}{name}: golden/test_it/test_{name}.fxgraph: " in done.stdout
+    assert f"{begin}pass: " in done.stdout
+    assert "new payloads: " in done.stdout.partition(f"{begin}pass: ")[2]
+    assert f"{begin}numbers: graph against eager: other numbers than then, first at step 1" in (
+        done.stdout
+    )
+    assert f"{begin}one_rank: a rank: other numbers than then" in done.stdout
+    assert f"{begin}time: slower: 0." in done.stdout
+    assert f"{begin}same: " not in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if "gtrainer: against HEAD (" in line]
+    assert "3 with other numbers, 3 with another graph, 1 with another layout, " in line
+    assert ", 1 slower" in line
+
+
+@pytest.mark.second_tier
 def test_what_moved_fails_the_run_only_if_asked(repository):
     change(repository)
     chosen = ("test_it.py::test_text", "test_it.py::test_same", "--gt-against", "HEAD", "-q")

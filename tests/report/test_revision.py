@@ -124,7 +124,7 @@ def test_numbers_graphs_layouts_and_times_of_tests_on_real_ranks(repository):
     (repository / "test_it.py").write_text(tests)
     git(repository, "commit", "--all", "--quiet", "--message=ranks")
     package.write_text("NOW, SECONDS = True, 3\n")
-    done = run(repository, "--gt-against=HEAD", "--gt-gpus=8", "-n2", "-q")
+    done = run(repository, "--gt-against=HEAD", "--gt-gpus=8", "-n2", "-q", "-knot (outcome or new)")
     assert done.returncode == 0, done.stdout + done.stderr
     begin = "gtrainer: test_it.py::test_"
     for name in ("graph", "graph_on_ranks"):

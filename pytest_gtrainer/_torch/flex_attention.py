@@ -4,6 +4,9 @@
   dense backward, which runs where autograd calls it.
 - ``_TorchCompileInductorWrapper`` gives the graphs of ``torch.compile`` to Inductor, which has no
   backward of FlexAttention for the CPU.
+- ``_compile_submod`` gives the regions of ``regional_inductor`` to Inductor: a trainer that traces
+  for itself compiles FlexAttention so.
+- ``_apply_kernel_options`` refuses maxima of scores on the CPU. The operator returns them.
 - ``_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG`` lets ``flex_attention`` call its operator without
   Dynamo, which lifts what a score function captures: what it captures has no gradient then.
 - ``create_fw_bw_graph`` traces the backward of a score function. Ranks on threads do not trace, and
@@ -27,6 +30,7 @@ with private_names():
     from torch import _TorchCompileInductorWrapper
     from torch._ops import HigherOrderOperator
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
+    from torch.fx.passes import regional_inductor
 
     # Its package has a function of the same name.
     operator = importlib.import_module("torch._higher_order_ops.flex_attention")
@@ -36,7 +40,9 @@ ATTRIBUTES = {
     "torch.nn.attention.flex_attention": (
         "_validate_device",
         "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG",
+        "_apply_kernel_options",
     ),
+    "torch.fx.passes.regional_inductor": ("_compile_submod",),
     "torch._higher_order_ops.flex_attention": ("create_fw_bw_graph",),
     "torch:_TorchCompileInductorWrapper": ("__call__",),
 }
@@ -78,6 +84,33 @@ def _without_inductor(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
         return compile_graph(wrapper, gm, inputs, **options)
 
     return compile_or_keep
+
+
+def _without_compiled_regions(compile_regions: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_or_keep(gm: fx.GraphModule, prefix: str) -> Any:
+        for node in gm.graph.find_nodes(op="call_module"):
+            region = gm.get_submodule(node.target)
+            if node.target.startswith(prefix) and _calls_flex_attention(region):
+                # Only names with the prefix are compiled.
+                gm.delete_submodule(node.target)
+                node.target = f"kept{node.target}"
+                gm.add_submodule(node.target, region)
+        return compile_regions(gm, prefix)
+
+    return compile_or_keep
+
+
+def _with_maxima(apply: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    def options(
+        query: Tensor, key: Tensor, value: Tensor, lse: bool, options: Any, aux: Any = None
+    ) -> dict[str, Any]:
+        wants_maxima = aux is not None and aux.max_scores
+        accepted = aux._replace(max_scores=False) if wants_maxima else aux
+        applied = apply(query, key, value, lse, options, accepted)
+        applied["OUTPUT_MAX"] = wants_maxima
+        return applied
+
+    return options
 
 
 def _without_tracing(trace: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,6 +164,16 @@ def dense_on_cpu() -> Iterator[None]:
     replacements = [
         (flex_attention, "_validate_device", _accept),
         (flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", _calls_operator),
+        (
+            flex_attention,
+            "_apply_kernel_options",
+            _with_maxima(flex_attention._apply_kernel_options),
+        ),
+        (
+            regional_inductor,
+            "_compile_submod",
+            _without_compiled_regions(regional_inductor._compile_submod),
+        ),
         (operator, "create_fw_bw_graph", _without_tracing(operator.create_fw_bw_graph)),
         (_TorchCompileInductorWrapper, "__call__", _without_inductor(inductor)),
     ]

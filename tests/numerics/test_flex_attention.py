@@ -11,7 +11,9 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.regional_inductor import regional_inductor
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from pytest_gtrainer import (
     AnotherFunction,
@@ -72,6 +74,53 @@ def test_gradients_are_those_of_the_formula(attention):
         assert own.abs().max() > 0.01
     with pytest.raises(NotImplementedError, match=REFUSED):
         gradients(attention, *inputs())
+
+
+@pytest.mark.parametrize(
+    "attention", [flex_attention, pytest.param(compiled, marks=pytest.mark.second_tier)]
+)
+def test_maxima_of_scores(attention):
+    """Beside the log of the sum, and without an end of the gradient."""
+    q, k, v, _ = (each.detach().requires_grad_() for each in inputs())
+    wanted = (q @ k.transpose(-1, -2)) / q.shape[-1] ** 0.5
+    wanted = wanted.masked_fill(torch.arange(SIZE)[:, None] < torch.arange(SIZE), -torch.inf)
+    for lse in (False, True):
+        aux = AuxRequest(lse=lse, max_scores=True)
+        with dense_flex_attention():
+            out, found = attention(q, k, v, block_mask=mask(), return_aux=aux)
+            (gradient,) = torch.autograd.grad(out.sum(), q)
+        torch.testing.assert_close(found.max_scores, wanted.amax(-1))
+        assert (found.lse is not None) == lse
+        assert gradient.abs().max() > 0.01
+    with pytest.raises(NotImplementedError, match="max scores is not supported"):
+        attention(q.detach(), k.detach(), v.detach(), return_aux=aux)
+
+
+@pytest.mark.second_tier
+def test_a_region_for_inductor_stays_as_it_is():
+    """A trainer that traces for itself marks FlexAttention as a region that Inductor compiles."""
+
+    def step(q, k, v):
+        given = [each.detach().requires_grad_() for each in (q, k, v)]
+        out = flex_attention(*given, block_mask=mask())
+        return torch.autograd.grad(out.square().sum(), given)
+
+    def marked():
+        gm = make_fx(step, tracing_mode="fake")(*given)
+        for node in gm.graph.nodes:
+            if "flex_attention" in str(node.target):
+                for each in [node, *(x for x in node.all_input_nodes if x.op == "get_attr")]:
+                    each.meta["custom"] = {"compile_with_inductor": {}}
+        fake_mode = next(iter(gm.graph.nodes)).meta["val"].fake_mode
+        with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
+            return regional_inductor(gm)
+
+    given = [each.detach() for each in inputs()[:3]]
+    with dense_flex_attention():
+        wanted = step(*given)
+        found = marked()(list(given))
+    for own, gradient in zip(found, wanted, strict=True):
+        assert torch.equal(own, gradient)
 
 
 def test_other_graphs_go_to_their_backend():

@@ -2,9 +2,10 @@
 
     python upstream.py DIR [-j 2] [--run asis ...]
 
-``RUNS`` says which runs there are, and writes ``DIR/asis.json`` and so on. Each file gets a process of
-its own, as in torchtitan's CI: importing ``FSDPTest`` freezes the flags that
-``test_bitwise_deterministic.py`` sets. This process imports neither torch nor torchtitan.
+``RUNS`` says which runs there are; a file of tests writes ``DIR/asis/test_passes.json`` and so on. What
+is there is not run again, so a command that was cut off goes on. Each file gets a process of its own,
+as in torchtitan's CI: importing ``FSDPTest`` freezes the flags that ``test_bitwise_deterministic.py``
+sets. This process imports neither torch nor torchtitan.
 """
 
 import argparse
@@ -28,9 +29,14 @@ _STARTS_PROCESSES = (
     *("TestAsyncTensorParallelPass", "TestSimpleFSDP", "GraphPPPartitionFSDPTest"),
     "GraphPPFSDPCollectiveSplitDsv3Test",
 )
-_ALONE = ["-k", f"not ({' or '.join(_STARTS_PROCESSES)})"]
+_OWN_PROCESSES = " or ".join(_STARTS_PROCESSES)
+_ALONE = ["-k", f"not ({_OWN_PROCESSES})"]
+# FlexAttention, expert parallelism, CUDA graphs, numbers of memory, a module that torch lacks.
+_WANTS_MEANS = (
+    "FlexAttn or TestTraceModels or block_mask or real_dsv3 or SACPeak or precompile_vs_trace "
+    "or PostProcessor"
+)
 _CUDA = ["--gt-cuda-as=cpu", "--gt-gpus=8"]
-ASKS_FOR_CUDA = ("trace_module", "precompile", "bitwise", "sac_peak", "graph_pp_passes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +48,19 @@ class Run:
     ours: bool = False
 
 
+# "beside" is for tests/test_outcomes.py: the table needs no run of it.
 RUNS = {
     "asis": Run(["-p", "no:gtrainer"]),
     "beside": Run(_ALONE),
-    "cuda": Run([*_CUDA, *_ALONE], ASKS_FOR_CUDA),
-    "fake-tensors": Run(["--gt-gpus=8"], ("cpu_offload",), ours=True),
+    "cuda": Run(
+        [*_CUDA, "-k", f"not ({_OWN_PROCESSES} or {_WANTS_MEANS})"],
+        ("trace_module", "precompile", "bitwise"),
+    ),
+    "fake-tensors": Run(["--gt-gpus=8"], ("cpu_offload", "precompile"), ours=True),
+    "means": Run(
+        [*_CUDA, "-p", "means", "-k", f"({_WANTS_MEANS}) and not ({_OWN_PROCESSES})"],
+        ("trace_module", "bitwise", "graph_pp_passes", "sac_peak", "profiler"),
+    ),
     "worlds": Run(_CUDA, ("passes", "numerics", "trace_module"), ours=True),
 }
 
@@ -104,22 +118,28 @@ def tests_of(file: Path) -> list[str]:
 
 
 def run(name: str, out: Path, jobs: int) -> dict[str, dict]:
-    """Do one of ``RUNS``, ``jobs`` files at a time, and write ``out/NAME.json``."""
+    """Do one of ``RUNS``, ``jobs`` files at a time; return the outcomes of all its files."""
     what = RUNS[name]
-    out.mkdir(parents=True, exist_ok=True)
+    folder_of_run = out / name
+    folder_of_run.mkdir(parents=True, exist_ok=True)
     where = HERE / "on_worlds" if what.ours else folder()
     files = [
         file
         for file in sorted(where.glob("test_*.py"))
         if any(part in file.name for part in what.only)
     ]
+
+    def outcomes_of(file: Path) -> dict[str, dict]:
+        kept = folder_of_run / f"{file.stem}.json"
+        if not kept.exists():
+            found = run_file(file, folder_of_run / "run", what.options)
+            kept.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+        return json.loads(kept.read_text())
+
     found = {}
     with ThreadPoolExecutor(jobs) as pool:
-        target = out / name
-        for outcomes in pool.map(lambda file: run_file(file, target, what.options), files):
+        for outcomes in pool.map(outcomes_of, files):
             found.update(outcomes)
-    text = json.dumps(found, indent=1, sort_keys=True) + "\n"
-    (out / f"{name}.json").write_text(text)
     return found
 
 
@@ -127,7 +147,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("-j", type=int, default=2, help="files at a time")
-    parser.add_argument("--run", nargs="*", default=list(RUNS), choices=list(RUNS))
+    parser.add_argument(
+        "--run", nargs="*", default=[name for name in RUNS if name != "beside"], choices=list(RUNS)
+    )
     given = parser.parse_args()
     for name in given.run:
         found = run(name, given.out.absolute(), given.j)

@@ -1,0 +1,2 @@
+class AutoParallel:
+    """A base class without anything to inherit."""

@@ -51,4 +51,5 @@ def add_commands(commands: Any) -> None:
     compare.add_argument(
         "--all", action="store_true", help="list all differences of the phase, not only eight"
     )
+    compare.add_argument("--page", metavar="FILE", help="also write an HTML page")
     compare.add_argument("--markdown", action="store_true", help="write Markdown")

@@ -4,9 +4,12 @@ import argparse
 import os
 import runpy
 import sys
+import warnings
+from pathlib import Path
 
 from pytest_gtrainer.over_time.comparing import compare_runs
 from pytest_gtrainer.over_time.files import RecordError, read_run
+from pytest_gtrainer.over_time.page import write_page
 from pytest_gtrainer.over_time.recorder import Recorder
 
 
@@ -35,6 +38,8 @@ def record(options: argparse.Namespace) -> int:
     # The script finds what it would find without a recorder: its arguments, its folder first.
     sys.argv = [options.script, *options.arguments]
     recorder.start()
+    # torch.compile warns of hooks on all modules, which only look for the model.
+    warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are")
     try:
         if options.module:
             sys.path.insert(0, os.getcwd())
@@ -71,6 +76,11 @@ def compare(options: argparse.Namespace) -> int:
         result = compare_runs(read_run(options.a), read_run(options.b), at=options.at)
     except RecordError as error:
         return _complain(str(error))
+    if options.page:
+        try:
+            write_page(result, Path(options.page))
+        except OSError as error:
+            return _complain(f"{options.page} cannot be written: {error.strerror}")
     print("\n".join(result.lines(markdown=options.markdown, has_all=options.all)))
     return result.status
 

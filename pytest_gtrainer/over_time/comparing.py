@@ -112,6 +112,17 @@ class Comparison:
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
+    def heads(self) -> Iterator[str]:
+        """Yield the lines that stand first: both runs, their surroundings, what was not compared."""
+        for letter, run in zip("AB", self.runs, strict=True):
+            steps = "no step"
+            if run.steps:
+                steps = f"steps {_span(run.steps)}"
+            ranks = counted(len(run.headers), "rank")
+            yield f"{letter}: {one_line(str(run.folder))}, {ranks}, {steps}"
+        for line in self.surroundings + self.notes:
+            yield one_line(line)
+
     def lines(self, *, markdown: bool = False, has_all: bool = False) -> Iterator[str]:
         """Yield the lines of the text, or of the page in Markdown.
 
@@ -123,14 +134,8 @@ class Comparison:
         if markdown:
             dash, indent, bold = "- ", "- ", "**"
 
-        for letter, run in zip("AB", self.runs, strict=True):
-            steps = "no step"
-            if run.steps:
-                steps = f"steps {_span(run.steps)}"
-            ranks = counted(len(run.headers), "rank")
-            yield f"{dash}{letter}: {one_line(str(run.folder))}, {ranks}, {steps}"
-        for line in self.surroundings + self.notes:
-            yield f"{dash}{one_line(line)}"
+        for line in self.heads():
+            yield f"{dash}{line}"
         if markdown:
             yield ""
 

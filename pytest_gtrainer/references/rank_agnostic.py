@@ -206,9 +206,10 @@ def _without_guards(gm: fx.GraphModule) -> fx.GraphModule:
     """Return a graph without what ``ExportedProgram.module()`` puts into it to check its inputs."""
 
     def is_guard(node: fx.Node) -> bool:
-        return node.op == "call_module" and type(
-            gm.get_submodule(str(node.target))
-        ).__name__ == "GuardsFn"
+        return (
+            node.op == "call_module"
+            and type(gm.get_submodule(str(node.target))).__name__ == "GuardsFn"
+        )
 
     if not any(map(is_guard, gm.graph.nodes)):
         return gm

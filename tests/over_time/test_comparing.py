@@ -138,6 +138,30 @@ def test_the_page_in_markdown(records, tmp_path, capsys):
     assert "| optimiser | 1 | " in printed
 
 
+def test_the_page_in_html(records, tmp_path, capsys):
+    """Every difference of the phase, with names from outside as text; whole or not at all."""
+
+    def hostile(entries):
+        entries["../../<script>\x1b"] = [1.0, "f32"]
+        entries.pop("0.weight")
+
+    other = edited(records / "a", tmp_path / "b", changed_phases(hostile, only="clip"))
+    page = tmp_path / "page.html"
+    status, printed = compare(capsys, records / "a", other, f"--page={page}")
+    assert status == 1
+    assert "../../<script>\\x1b: only in B" in printed
+    text = page.read_text()
+    assert "<h1>Two records differ: step 0, clip: 0.weight: only in A</h1>" in text
+    assert "<td>../../&lt;script&gt;\\x1b</td>" in text
+    assert "<tr><td>clip</td><td>2</td><td>5</td></tr>" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "page.html"]
+    status, printed = compare(capsys, records / "a", other, f"--page={tmp_path}")
+    assert (status, printed) == (2, f"{tmp_path} cannot be written: Is a directory\n")
+    equal = edited(records / "a", tmp_path / "c", list)
+    assert compare(capsys, records / "a", equal, f"--page={page}")[0] == 0
+    assert "<h1>Two records are equal</h1>" in page.read_text()
+
+
 def test_values_name_the_element(tmp_path, capsys):
     """Z2: the element and both numbers, of a tensor and of a result of a module."""
     train(2, tmp_path / "a", values=True, activations="0")

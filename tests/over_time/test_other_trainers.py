@@ -5,6 +5,7 @@ they are.
 import copy
 import pickle
 import pickletools
+import warnings
 
 import pytest
 import torch
@@ -374,6 +375,21 @@ def test_a_model_whose_forward_is_not_seen(tmp_path, compiled, said):
     result = compare_runs(plain, unseen)
     assert result.status == 0, str(result)
     assert said in str(result)
+    assert "other model" not in str(result)
+
+
+@pytest.mark.second_tier
+def test_a_model_that_is_compiled_as_a_whole(tmp_path):
+    """Z2: its class is the same; torch warns of hooks on all modules, which nobody has written."""
+    torch._dynamo.reset()
+    plain = record_unseen(tmp_path / "a")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        record_unseen(tmp_path / "b", "whole = torch.compile(whole, backend='eager')")
+    assert not [each for each in seen if "global hooks" in str(each.message)]
+    result = compare_runs(plain, read_run(tmp_path / "b"))
+    assert result.status == 0
+    assert "other compiled: nothing in A, the whole model in B" in str(result)
     assert "other model" not in str(result)
 
 

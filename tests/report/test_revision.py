@@ -111,7 +111,9 @@ def test_numbers_graphs_layouts_and_times_of_tests_on_real_ranks(repository):
     tests = (Path(__file__).parent / "changing.py").read_text()
     assert 'os.environ.get("VARIANT") == "now"' in tests
     tests = tests.replace('os.environ.get("VARIANT") == "now"', "trainer.NOW")
-    tests = tests.replace('"fake"', '"ranks"').replace("import os\n", "import time\n\nimport trainer\n")
+    tests = tests.replace('"fake"', '"ranks"').replace(
+        "import os\n", "import time\n\nimport trainer\n"
+    )
     tests += (
         '@pytest.mark.gt_world("ranks", size=2)\n'
         "def test_time():\n"
@@ -124,7 +126,9 @@ def test_numbers_graphs_layouts_and_times_of_tests_on_real_ranks(repository):
     (repository / "test_it.py").write_text(tests)
     git(repository, "commit", "--all", "--quiet", "--message=ranks")
     package.write_text("NOW, SECONDS = True, 3\n")
-    done = run(repository, "--gt-against=HEAD", "--gt-gpus=8", "-n2", "-q", "-knot (outcome or new)")
+    done = run(
+        repository, "--gt-against=HEAD", "--gt-gpus=8", "-n2", "-q", "-knot (outcome or new)"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     begin = "gtrainer: test_it.py::test_"
     for name in ("graph", "graph_on_ranks"):

@@ -434,7 +434,7 @@ def photograph(page: Path, height: int, target: Path) -> None:
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     # without the first of these a picture was taken before its heading had been painted
     flags += ["--run-all-compositor-stages-before-draw", f"--window-size=1280,{height}"]
-    source = page.as_uri() + "#t0"
+    source = page.as_uri() + "#,t0"  # opens the test, and does not scroll to it
     done = subprocess.run(
         [browser, *flags, "--virtual-time-budget=60000", f"--screenshot={target}", source],
         capture_output=True,

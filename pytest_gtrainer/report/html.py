@@ -108,16 +108,19 @@ def render_page(run: Run) -> str:
 
 def _build_row(test: Test, details: dict[str, Any], again: str) -> dict[str, Any]:
     """Build the line of a test in the list; the page's search reads its ``words``."""
-    changed = [line[:300] for line in [*details["changed"], *details["earlier"]["lines"]]]
+    card, earlier = build_card(test, again), details["earlier"]["lines"]
+    # The message of a card says what has changed.
+    changed = earlier if card is not None else [*details["changed"], *earlier]
+    changed = [line[:300] for line in changed]
     words = [test.name, test.outcome, test.world]
     for pipeline in details["pipelines"]:
         words += [run["name"] for run in pipeline["passes"]]
-    words += [test.headline, *changed]
+    words += [test.headline, *details["changed"], *changed]
     return {
         "name": facts.one_line(test.name),
         "outcome": test.outcome,
         "world": facts.one_line(test.world),
-        "card": build_card(test, again),
+        "card": card,
         "time": f"{sum(report.duration for report in test.reports):.2f} s",
         "changed": changed,
         "words": facts.escaped(" ".join(words)).lower()[:_MOST_WORDS],

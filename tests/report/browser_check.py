@@ -244,7 +244,7 @@ def test_a_golden_that_differs_and_what_changed_since_are_told_at_once_and_open_
         page,
         tmp_path,
         """
-        const front = one(".changed", test("test_graph")).textContent;
+        const front = one(".message", test("test_graph")).textContent;
         const golden = await open("test_graph");
         const result = all("h3", golden).map((h) => h.textContent);
         const lost = one("td.lost", golden).textContent;

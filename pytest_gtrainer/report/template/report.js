@@ -65,8 +65,7 @@ async function toggle(test, open) {
   const body = test.querySelector(".body"), button = test.querySelector("h2 button");
   open = open === undefined ? body.hidden : open;
   body.hidden = !open;
-  const picture = test.querySelector(".picture");
-  if (picture) picture.hidden = open;  // the body has it, too
+  for (const part of test.querySelectorAll(".message, .picture")) part.hidden = open;  // the body has them, too
   button.setAttribute("aria-expanded", String(open));
   if (open && !body.dataset.drawn) {
     body.dataset.drawn = "drawing";

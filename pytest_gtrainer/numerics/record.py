@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_gtrainer.facts import counted
-from pytest_gtrainer.numerics.bits import byte_view, memory, parts, plain
+from pytest_gtrainer.numerics.bits import byte_view, is_dtensor, memory, parts, plain
 from pytest_gtrainer.numerics.verdict import PHASES, Key
 
 _MAGIC = b"gtrainer-record-3 %s\n" % sys.byteorder.encode()
@@ -107,9 +107,15 @@ class Record:
         own.
 
         Raises:
-            ValueError: an unknown phase, a rank that is not of this record, or a key added twice.
+            ValueError: an unknown phase, a rank that is not of this record, or a key added twice; a
+                DTensor of partial sums, whose local part is not its value.
             NoBytes: the tensor holds no values (meta, fake).
         """
+        if is_dtensor(tensor) and any(place.is_partial() for place in tensor.placements):
+            raise ValueError(
+                f"{name!r} is a DTensor with placements {tensor.placements}, so this rank has one "
+                "summand of its value: redistribute it, or add its to_local() if that is meant"
+            )
         for part_name, part in parts(name, tensor):
             self._add(self._new_key(step, rank, phase, part_name), part)
 

@@ -28,7 +28,7 @@ from pytest_gtrainer import facts
 from pytest_gtrainer._torch.process import compiles, fresh_cache, keep_stream_busy
 from pytest_gtrainer._torch.random_states import GeneratorStates, random_states_kept
 from pytest_gtrainer._torch.values import parts_of, storage_id, writes_to
-from pytest_gtrainer.numerics.bits import copied
+from pytest_gtrainer.numerics.bits import copied, is_dtensor
 from pytest_gtrainer.numerics.compare import BitwiseDifference, compare
 from pytest_gtrainer.numerics.determinism import DebugConfig, active, deterministic
 from pytest_gtrainer.numerics.graph_run import has_storage
@@ -62,11 +62,24 @@ def kept(value: Tensors) -> Kept:
         return value
     found = entries(value)
     if any(key.phase for key in found):  # of ``Record.select``: a name occurs at many places
-        return {key: copied(tensor) for key, tensor in found.items()}
+        return {key: _copy(tensor) for key, tensor in found.items()}
     named: dict[Any, torch.Tensor | None] = dict.fromkeys(vacant(value))
     for key, tensor in found.items():
-        named[key.name] = copied(tensor)
+        named[key.name] = _copy(tensor)
     return named
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy; of a DTensor one with its placements, which say what its local part means."""
+    own = copied(tensor)
+    if not is_dtensor(tensor):
+        return own
+    from torch.distributed.tensor import DTensor
+
+    place = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(
+        own, *place, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def memory_of(value: Tensors) -> list[Any]:

@@ -230,7 +230,7 @@ class RunRecorder:
 
     def add(self, phase: str, name: str, tensor: Tensor) -> None:
         """Record a tensor of this step; ``phase`` is one of those of ``Record``."""
-        self.record.add(self._step, self._rank, phase, name, local(tensor.detach()))
+        self.record.add(self._step, self._rank, phase, name, tensor)
 
     def layout_of(self, subject: BucketLayout | AnyGraph, *, names: Names | None = None) -> None:
         """Note where this side puts each parameter: a layout, or a graph, with ``names``.

@@ -199,6 +199,20 @@ def test_a_dtensor_that_is_cached_proves_nothing(gt_world):
     assert assert_run_to_run(made, 2, pressures=[]).equal == ["run 2"]
 
 
+@pytest.mark.gt_world("fake", size=2)
+def test_a_dtensor_that_changes_its_placements_does_not_repeat_itself(gt_world):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh, placements = init_device_mesh("cpu", (2,)), [Shard(0), Replicate()]
+
+    def made():
+        return [DTensor.from_local(torch.ones(3), mesh, [placements.pop()], run_check=False)]
+
+    with pytest.raises(BitwiseDifference, match="does not repeat itself"):
+        assert_run_to_run(made, 2, pressures=[])
+
+
 def test_a_write_that_autograd_does_not_count_needs_a_clone():
     weight = torch.zeros(3)
 

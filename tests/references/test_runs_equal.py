@@ -5,6 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pytest_gtrainer import (
@@ -467,3 +469,55 @@ def test_a_result_kept_in_inference_mode_is_refused():
         kept = torch.ones(3)
     with pytest.raises(BitwiseDifference, match="no write to it was counted between them"):
         assert_runs_equal(lambda: kept, lambda: kept, control=lambda: torch.zeros(3))
+
+
+def dtensor(placement):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return DTensor.from_local(torch.ones(3), mesh, [placement], run_check=False)
+
+
+OTHER_MEANINGS = {
+    "sum and value": (Partial(), Replicate()),
+    "value and sum": (Replicate(), Partial()),
+    "part and value": (Shard(0), Replicate()),
+    "sum and mean": (Partial("sum"), Partial("avg")),
+    "sum and plain": (Partial(), None),
+}
+
+
+@pytest.mark.gt_world("simulated", size=3)
+@pytest.mark.parametrize("case", OTHER_MEANINGS)
+def test_equal_parts_of_other_dtensors_on_simulated_ranks(gt_world, case):
+    check_other_meanings(case, gt_world)
+
+
+@THREE
+@pytest.mark.parametrize("case", OTHER_MEANINGS)
+def test_equal_parts_of_other_dtensors_on_ranks(gt_world, case):
+    check_other_meanings(case, None)
+
+
+def check_other_meanings(case, world):
+    """The local part of a sum is one summand; the local parts of both sides are ones."""
+
+    def side(placement, value=1.0):
+        if placement is None:
+            return lambda: value * torch.ones(3)
+        return lambda: value * dtensor(placement)
+
+    own, theirs = OTHER_MEANINGS[case]
+    with pytest.raises((BitwiseDifference, ValueError), match=r"placements|terms of a sum"):
+        assert_runs_equal(side(own), side(theirs), control=side(own, 2.0), world=world)
+    for placement in (Replicate(), Shard(0)):
+        assert_runs_equal(
+            side(placement), side(placement), control=side(placement, 2.0), world=world
+        )
+
+
+@pytest.mark.gt_world("fake", size=2)
+def test_a_summand_is_not_recorded_as_a_value(gt_world):
+    record = Record(2, 0)
+    with pytest.raises(ValueError, match=r"'w' is a DTensor with placements .* one summand"):
+        record.add(0, 0, "gradient", "w", dtensor(Partial()))
+    record.add(0, 0, "gradient", "w", dtensor(Replicate()))
+    record.add(0, 0, "gradient", "summand", dtensor(Partial()).to_local())

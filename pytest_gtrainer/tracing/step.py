@@ -245,9 +245,12 @@ class TracedStep:
         mode = RunMode.of(model, flat)
         self.mode.refuse_other(mode)
         facts.notify("replay", gm=self.gm, inputs=flat)
+        run = self.gm
+        if isinstance(run, fx.GraphModule):
+            # Not a call of the module: hooks of all modules are in the graph, and would run twice.
+            run = run.forward
         with torch.no_grad(), mode.without_autocast():
-            # Not by a call of the module: hooks of all modules are in the graph, and would run twice.
-            results = self.gm.forward(*flat)
+            results = run(*flat)
         expected = 1 + len(self.trainable_fqns)
         if not isinstance(results, list | tuple):
             returned = f"a {type(results).__name__}, not {expected}"

@@ -94,8 +94,9 @@ class Field(Arithmetic):
         sign = self.bias or self.sign
         if not sign:
             return elements
-        is_above = self.order(elements) > 0
-        return torch.where(is_above == (sign > 0), elements, self._negative(elements))
+        # Squares are above 0 in every order, and to square is cheaper than to ask.
+        squares = self.prime.multiply(elements, elements)
+        return squares if sign > 0 else self._negative(squares)
 
     def _note_far(self, elements: Elements, value: Any) -> None:
         """Note known numbers that are far below all others, or whose negatives are."""

@@ -11,7 +11,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ from pytest_gtrainer.worlds.simulated.net import NetModel
 from pytest_gtrainer.worlds.simulated.threads.run import run_threads
 
 _CASTS: Mapping[Kind, str] = {"reordered": "opaque", "rounds elsewhere": "identity"}
-_LAST = "rounds elsewhere"
+_LAST: Kind = "rounds elsewhere"
 
 
 @facts.check
@@ -99,7 +99,8 @@ def assert_same_model(
         data_dims: dimensions of the mesh along which ranks have other batches; () if all ranks have
             one.
         combine: the loss of the reference, of the losses of all data coordinates: "mean", "sum", or
-            a function of them, such as a mean weighted by tokens.
+            a function of them, such as a mean weighted by tokens. For a function, ranks may return
+            shares whose mean, or sum, is the whole loss.
         loss_dims: dimensions of the mesh along which each rank returns a part of the loss, such as
             that of its part of the sequence. The parts are combined, too.
         local: of parameters that each rank has sliced by hand, so that no DTensor says where they
@@ -147,10 +148,24 @@ def assert_same_model(
     facts.emit("verdict", outcome=proof.kind, tensors=proof.compared, what="model")
     if not proof.is_at_least("rounds elsewhere"):
         says = "the parallel model is not the unsharded one"
+        if callable(combine) and proof.kind == "another function":
+            says += _said_of_combine(models, mesh)
         if proof.kind == "unknown":
             says = "nobody knows whether the parallel model is the unsharded one"
         raise AnotherFunction(f"{says}\n{proof}", proof)
     return proof
+
+
+def _said_of_combine(models: Models, mesh: DeviceMesh | None) -> str:
+    """Return how the losses of ranks are combined instead; "" if nobody knows."""
+    ways: tuple[Literal["mean", "sum"], ...] = ("mean", "sum")
+    for combine in ways:
+        others = replace(models, combine=combine)
+        arithmetic = Field(casts=_CASTS[_LAST])
+        found, expected = _run_sides(others, mesh, arithmetic)
+        if _compare(_LAST, found, expected, mesh).kind == _LAST:
+            return f': it takes the {combine} of the losses of ranks, as combine="{combine}" does'
+    return ""
 
 
 def _check_dims(mesh: DeviceMesh | None, dims: Sequence[str], argument: str) -> None:
@@ -254,8 +269,7 @@ def _proof_of(kind: Kind, models: Models, mesh: DeviceMesh | None, dims: Sequenc
     proof = None
     for exact in (Field, FieldWithExponents):
         arithmetic = exact(casts=_CASTS[kind])
-        found, expected = _run_sides(models, mesh, arithmetic)
-        _join_losses(found, mesh, dims, models.combine, arithmetic)
+        found, expected = _run_joined(models, mesh, arithmetic, dims)
         proof = _compare(kind, found, expected, mesh)
         if proof.kind == kind:
             sides = *found, expected
@@ -267,8 +281,7 @@ def _proof_of(kind: Kind, models: Models, mesh: DeviceMesh | None, dims: Sequenc
                 aim.give_to(arithmetic)
                 if favoured is not None:
                     arithmetic.favoured = favoured
-                found, expected = _run_sides(models, mesh, arithmetic)
-                _join_losses(found, mesh, dims, models.combine, arithmetic)
+                found, expected = _run_joined(models, mesh, arithmetic, dims)
                 proof = _compare(kind, found, expected, mesh)
                 if proof.kind != kind:
                     break
@@ -318,12 +331,12 @@ class _Subject:
     def in_numbers(self, numbers: Numbers) -> tuple[Difference, str]:
         """Return how far both sides are apart, and what their real losses contradict."""
         found, expected = _run_sides(self.models, self.mesh, numbers)
-        has_other_inputs = any(made.real.keys() - expected.real.keys() for made in found)
-        # This drops real losses of which each rank has a part.
-        _join_losses(found, self.mesh, self.dims, self.models.combine, numbers)
-        says = _apart_in_real_numbers(found, expected)
-        if has_other_inputs:
+        if any(made.real.keys() - expected.real.keys() for made in found):
             return Difference(), ""
+        # These drop real losses of which each rank has a part.
+        _join_losses(found, self.mesh, self.dims, self.models.combine, numbers)
+        _join_shares(found, expected, self.models.combine, numbers)
+        says = _apart_in_real_numbers(found, expected)
         # The reference has the inputs of all ranks.
         assert isinstance(expected.arithmetic, Numbers)
         largest_input = expected.arithmetic.largest
@@ -430,7 +443,8 @@ def _first_module(
         return ""  # hooks read more tensors than the models do
     calls = [next(iter(made.calls.items())) for made in found]
     wanted = [expected.calls[coordinate] for coordinate in expected.losses]
-    is_exact = expected.is_scaled and not dims
+    # Where losses have weights, each rank's gradients have its own.
+    is_exact = expected.is_scaled and not dims and not callable(models.combine)
     return first_module(result, calls, wanted, mesh, is_exact=is_exact, tied=expected.tied)
 
 
@@ -477,6 +491,52 @@ def _run_both_sides(
     expected = models.run_reference(mode, coordinates, is_scaled.pop(), follows)
     expected.note(mode)
     return found, expected
+
+
+def _run_joined(
+    models: Models, mesh: DeviceMesh | None, arithmetic: Arithmetic, dims: Sequence[str]
+) -> tuple[list[Made], Made]:
+    """Return what each rank has made, with whole losses, and the reference."""
+    found, expected = _run_sides(models, mesh, arithmetic)
+    _join_losses(found, mesh, dims, models.combine, arithmetic)
+    _join_shares(found, expected, models.combine, arithmetic)
+    return found, expected
+
+
+def _join_shares(
+    found: Sequence[Made], expected: Made, combine: Combine, arithmetic: Arithmetic
+) -> None:
+    """Give ranks the losses of the reference, if theirs are shares that make the whole one.
+
+    A loss weighted by tokens is often the sum of a rank's tokens, over the count of all. Its mean
+    over ranks, or its sum, is the whole loss, as gradients are averaged or added.
+    """
+    if not callable(combine) or expected.whole is None:
+        return
+    is_in_numbers = isinstance(arithmetic, Numbers)
+    shares: dict[int, Tensor] = {}
+    for made in found:
+        for coordinate, loss in made.losses.items():
+            share = shares.setdefault(coordinate, loss)
+            if not is_in_numbers and not torch.equal(share, loss):
+                return
+    if shares.keys() != expected.losses.keys():
+        return
+    fits = []
+    for times in (1, len(shares)):
+        if is_in_numbers:
+            total = torch.stack(list(map(numbers_of, shares.values()))).sum(0)
+            fits.append(torch.allclose(total, times * numbers_of(expected.whole), rtol=1e-9))
+        else:
+            whole = Prime(P).multiply(expected.whole, torch.tensor(times))
+            fits.append(torch.equal(_sum_of(list(shares.values())), whole))
+    if not any(fits):
+        return
+    for made in found:
+        for coordinate in made.losses:
+            made.losses[coordinate] = expected.losses[coordinate]
+        made.real.clear()
+        made.exponents.clear()
 
 
 def _join_losses(

@@ -54,6 +54,7 @@ class Made:
 
     Attributes:
         losses: by data coordinate.
+        whole: what the reference combines them to.
         exponents: by data coordinate; losses are equal, too, if these are.
         real: the real numbers of the losses, by data coordinate and of the inputs that gave them.
         parameters: the FQNs of all parameters that this side holds.
@@ -72,6 +73,7 @@ class Made:
     """
 
     losses: dict[int, Tensor] = field(default_factory=dict)
+    whole: Tensor | None = None
     exponents: dict[int, Tensor | None] = field(default_factory=dict)
     real: dict[tuple[int, float], float] = field(default_factory=dict)
     parameters: set[str] = field(default_factory=set)
@@ -159,6 +161,7 @@ class Models:
                         "the loss of the reference depends on no parameter that requires a "
                         "gradient: is it a constant, is it detached, or is the model frozen?"
                     )
+                made.whole = elements_of(mode, whole)
                 backward(whole, scale)
             _take_gradients(made, mode, model)
         return made

@@ -69,6 +69,30 @@ def weighted(mesh):
     return model
 
 
+def sharing(mesh, of_all=True):
+    """Each rank returns the sum of its tokens, over the mean of the counts of ranks."""
+
+    def step_of_rank(model, tokens, labels):
+        count = (labels != -100).sum()
+        if of_all:
+            count = funcol.all_reduce(count, "sum", mesh["dp"]) / mesh["dp"].size()
+        return summed_step(model, tokens, labels) / count
+
+    return averaging(mesh), step_of_rank
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("simulated", size=2, mesh={"dp": 2})
+def test_ranks_may_return_shares_of_a_weighted_loss(gt_mesh):
+    """Their losses are not those of the step, and so a right model was another function."""
+    options = {"mesh": gt_mesh, "combine": mean_of_tokens}
+    assert assert_same_model(sharing, Model, step, batch, **options).kind == "reordered"
+    with pytest.raises(
+        AnotherFunction, match='it takes the mean of the losses of ranks, as combine="mean"'
+    ):
+        assert_same_model(lambda mesh: sharing(mesh, of_all=False), Model, step, batch, **options)
+
+
 @pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=2, mesh={"dp": 2})
 def test_losses_are_combined_as_the_user_says(gt_mesh):

@@ -448,21 +448,23 @@ class _Comparing:
     def _entries(self, step: int, phase: str) -> tuple[dict[str, Values], dict[str, Values]]:
         """Return what both sides have of a phase by name.
 
-        If one side begins at this step, the other one has loaded what its step before has left.
+        If one side begins or loads at this step, the other one goes on from what its step before
+        has left.
         """
         a, b = self.a_steps[step].get(phase, {}), self.b_steps[step].get(phase, {})
-        if phase == "load" and self._who_begins(step) == "A":
+        if phase == "load" and self._who_loads(step) == "A":
             b = {**_left_over(self.b_steps, step), **b}
-        elif phase == "load" and self._who_begins(step) == "B":
+        elif phase == "load" and self._who_loads(step) == "B":
             a = {**_left_over(self.a_steps, step), **a}
         return a, b
 
-    def _who_begins(self, step: int) -> str:
+    def _who_loads(self, step: int) -> str:
         letters = ""
-        if step == min(self.a_steps):
-            letters += "A"
-        if step == min(self.b_steps):
-            letters += "B"
+        for letter, steps in (("A", self.a_steps), ("B", self.b_steps)):
+            names = steps[step].get("load", {})
+            # Modules beside the model are recorded at each step.
+            if not all(name.startswith("beside ") for name in names):
+                letters += letter
         return letters
 
     def _compare_name(
@@ -475,7 +477,7 @@ class _Comparing:
             # Nothing is seen inside of a module that was compiled in place.
             is_unseen = phase == "forward"
             # The step before has left what its optimiser holds, and no frozen weights.
-            is_unseen |= phase == "load" and letter == self._who_begins(step)
+            is_unseen |= phase == "load" and letter == self._who_loads(step)
             if is_unseen:
                 raise _NotComparable(f"because only {letter} shows it")
             return Difference(step, phase, name, (), f"only in {letter}")

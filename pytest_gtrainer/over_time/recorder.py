@@ -5,7 +5,8 @@ that finds model and optimisers by itself. It hooks modules and optimisers as to
 everybody, and watches ``backward``. A *step* begins with the first forward under gradients after an
 optimiser has stepped. Its phases are, in order:
 
-- load: modules beside the model; in the first recorded step also weights, buffers and moments
+- load: modules beside the model; in the first recorded step, and after a state dict has been loaded,
+  also weights, buffers and moments
 - random: the states of random generators when the forward begins
 - data: the tensors that the model is called with
 - forward: what the chosen modules return
@@ -125,7 +126,7 @@ class Recorder:
         self.writer = Writer(folder, values=values)
         self.step = self.recorded = 0
         self.has_failed = self.is_over = self.begun = self.is_recorded = self.is_inside = False
-        self.is_training = self.had_backward = False
+        self.is_training = self.had_backward = self.has_loaded = False
         self.model: nn.Module | None = None
         self.optimizers: list[Optimizer] = []
         self.beside: list[tuple[str, nn.Module]] = []
@@ -205,6 +206,10 @@ class Recorder:
                     handles.append(module.register_forward_hook(hook))
                     break
         self._until_stop(handles)
+        handles = [model.register_load_state_dict_post_hook(_HookOfModule(self._loaded))]
+        for optimizer in self.optimizers:
+            handles.append(optimizer.register_load_state_dict_post_hook(self._loaded))
+        self._until_stop(handles)
         for pattern in sorted(missed):
             print(f"no module has a name like {pattern!r}", file=sys.stderr, flush=True)
 
@@ -230,8 +235,8 @@ class Recorder:
 
     def _find(self, model: nn.Module, called: nn.Module | None = None) -> None:
         self.finder.remove()
-        self.attach(model, called)
         self.optimizers = found.optimizers_of(model)
+        self.attach(model, called)
         self.beside = list(found.modules_beside(model, self.earlier))
 
     def _begin(self) -> None:
@@ -243,10 +248,7 @@ class Recorder:
                 if isinstance(state, Mapping) and "step" in state:
                     self.step = max(self.step, int(state["step"]))
         self.writer.begin(_header(self.model, self.optimizers, self.every))
-        if self.model is not None:
-            self._add("load", _state_of(self.model))
-        for optimizer in self.optimizers:
-            self._add("load", self._moments(optimizer))
+        self._add_loaded()
         self._add_beside()
 
     def _next_step(self) -> None:
@@ -256,8 +258,22 @@ class Recorder:
         self.phases = {}
         # A resumed run records the same steps as the whole one.
         self.is_recorded = self.step % self.every == 0
+        if self.is_recorded and self.has_loaded:
+            self._add_loaded()
         if self.is_recorded:
             self._add_beside()
+        self.has_loaded = False
+
+    def _add_loaded(self) -> None:
+        self.has_loaded = False
+        if self.model is not None:
+            self._add("load", _state_of(self.model))
+        for optimizer in self.optimizers:
+            self._add("load", self._moments(optimizer))
+
+    @_hook(always=True)
+    def _loaded(self, *args: Any) -> None:
+        self.has_loaded = True
 
     def _add_beside(self) -> None:
         for name, module in self.beside:

@@ -94,6 +94,37 @@ def test_a_checkpoint_that_steps_an_optimiser_without_state(tmp_path):
     assert compared(tmp_path / "a", tmp_path / "b").status == 0
 
 
+def train_with_load(folder, change=None, at=2):
+    """Load what was saved, or what ``change`` has made of it, before the step ``at``."""
+    model, optimizer = made(torch.optim.Adam)
+    with record_training(model, optimizer, folder):
+        for number in range(4):
+            if change is not None and number == at:
+                state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+                change(state)
+                model.load_state_dict(state)
+                optimizer.load_state_dict(optimizer.state_dict())
+            step(model, optimizer)
+
+
+def test_a_load_in_the_middle_of_a_run(tmp_path):
+    """Z2: it is compared with what the step before has left on the other side; the same weights
+    again are no difference.
+    """
+    train_with_load(tmp_path / "whole")
+    train_with_load(tmp_path / "again", lambda state: None)
+    train_with_load(tmp_path / "other", lambda state: state["1.bias"].zero_())
+    assert "0.weight" in read_run(tmp_path / "again").steps[2]["load"]
+    assert "load" not in read_run(tmp_path / "again").steps[3]
+    for a, b in (("whole", "again"), ("again", "whole")):
+        result = compared(tmp_path / a, tmp_path / b)
+        assert result.status == 0, str(result)
+    for a, b in (("whole", "other"), ("other", "whole"), ("again", "other")):
+        first, *others = compared(tmp_path / a, tmp_path / b).differences
+        assert str(first) == "step 2, load: 1.bias, rank 0"
+        assert not others
+
+
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adam])
 def test_a_closure_runs_the_backward_within_the_step(tmp_path, kind):
     """The first step of a resumed run has what each step of a whole run has."""

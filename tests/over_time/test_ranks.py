@@ -35,7 +35,6 @@ import json, sys
 from pathlib import Path
 from pytest_gtrainer.__main__ import main
 for arguments in json.loads(Path(sys.argv[1]).read_text()):
-    print(f"to {arguments[2]}", flush=True)
     assert main(arguments) == 0, arguments
 """
 STAY = (

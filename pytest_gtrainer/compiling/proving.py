@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 
 from pytest_gtrainer._torch.values import pytree
@@ -24,12 +25,13 @@ from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.proofs.inputs import describe_integers, draw_inputs
 from pytest_gtrainer.proofs.programs import NamedProgram
 from pytest_gtrainer.proofs.proof import KINDS, Proof
-from pytest_gtrainer.proofs.prove import prove_programs
+from pytest_gtrainer.proofs.prove import prove, prove_programs
 from pytest_gtrainer.worlds.simulated.interpreter.program import NodeByNode
 
 Call = Callable[[dict[str, Any]], dict[str, Tensor]]
 _WEAKEST_LAST = (*KINDS, "another function", "unknown")
 _TANGENT = "gradient."
+_COMMUNICATES = " communicates, and "
 
 
 class PassRun(Protocol):
@@ -125,7 +127,7 @@ def prove_stages(
             continue  # no pass has changed it
         proof = layout.prove(actual, expected, at_least)
         by = ""
-        if proof.kind != "identical":
+        if proof.kind != "identical" and _COMMUNICATES not in proof.reason:
             by = _find_pass(layout, passes, of_pass, actual, proof, at_least)
         yield StageProof(graph, stage, before, proof, by)
 
@@ -180,7 +182,7 @@ class _Layout:
         self, stages: Mapping[str, fx.GraphModule], recorded: Mapping[str, Sequence[Any]]
     ) -> None:
         joint = stages["joint"]
-        placeholders = joint.graph.find_nodes(op="placeholder")
+        self._placeholders = placeholders = joint.graph.find_nodes(op="placeholder")
         self.has_backward = "backward" in stages
         self._programs: dict[tuple[int, ...], NamedProgram] = {}
         self._forward = stages.get("forward", joint)
@@ -222,8 +224,7 @@ class _Layout:
         for gm in (*actual.values(), *expected.values()):
             found = [node for node in nodes_within(gm) if is_collective(node)]
             if found:
-                reason = f"{found[0].name} communicates, and stages are proven on one rank"
-                return Proof("unknown", reason=reason)
+                return self._prove_on_ranks(actual, expected, at_least, found[0].name)
         programs = [self._program(each) for each in (actual, expected)]
         try:
             proof = prove_programs(programs, drawn=self.drawn, at_least=at_least)
@@ -236,6 +237,65 @@ class _Layout:
             shown = " and ".join(", ".join(each) or "functions of torch" for each in draws)
             return Proof("unknown", reason=f"random numbers are drawn by {shown}, and not alike")
         return proof
+
+    def _prove_on_ranks(
+        self,
+        actual: Mapping[str, fx.GraphModule],
+        expected: Mapping[str, fx.GraphModule],
+        at_least: str,
+        name: str,
+    ) -> Proof:
+        """Return which kind of equal two states are on all ranks of the world, as one graph each.
+
+        Args:
+            name: of a node that communicates.
+        """
+        if not dist.is_initialized():
+            reason = f"{name}{_COMMUNICATES}the world of its ranks is gone: prove inside of it"
+            return Proof("unknown", reason=reason)
+        try:
+            graphs = [self._as_one_graph(each) for each in (actual, expected)]
+            if graphs[0] is not None and graphs[1] is not None:
+                world = dist.get_world_size()
+                return prove(graphs[0], graphs[1], world=world, at_least=at_least)
+        except Exception as error:
+            text = str(error).partition("\n")[0]
+            return Proof("unknown", reason=f"{type(error).__name__}: {text}")
+        reason = (
+            f"{name}{_COMMUNICATES}Dynamo's graph, or one with modules, runs on one rank alone: "
+            "compare eager models by assert_same_model"
+        )
+        return Proof("unknown", reason=reason)
+
+    def _as_one_graph(self, graphs: Mapping[str, fx.GraphModule]) -> fx.GraphModule | None:
+        """Return a graph from the inputs of the joint graph to its results; None if it has none."""
+        parts = [graphs[role] for role in ("forward", "backward") if role in graphs]
+        if not parts and "joint" in graphs:
+            parts = [graphs["joint"]]
+        if not parts or any(gm.graph.find_nodes(op="get_attr") for gm in parts):
+            return None
+        whole = fx.Graph()
+        values: dict[str, Any] = {}
+        for node in self._placeholders:
+            values[node.name] = whole.node_copy(node)
+        results: list[Any] = []
+        for gm in parts:
+            copies: dict[fx.Node, Any] = {}
+            for node in gm.graph.nodes:
+                if node.op == "placeholder":
+                    copies[node] = values[node.name]
+                elif node.op != "output":
+                    copies[node] = whole.node_copy(node, copies.__getitem__)
+            own = [copies[each] if isinstance(each, fx.Node) else each for each in results_of(gm)]
+            if len(parts) == 2 and not results:
+                # What the forward keeps has the names that the partitioner gave it.
+                for node, value in zip(results_of(self._forward), own, strict=True):
+                    if isinstance(node, fx.Node):
+                        values.setdefault(node.name, value)
+                own = own[: self._n_outputs]
+            results += own
+        whole.output(tuple(results))
+        return fx.GraphModule({}, whole)
 
     def _program(self, graphs: Mapping[str, fx.GraphModule]) -> NamedProgram:
         key = tuple(map(id, graphs.values()))  # the record keeps all of them

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fixtures.ten_models import MODELS, step, ten_models
 from pytest_gtrainer import AnotherFunction, NotRecorded, facts, gt_compile, prove
@@ -10,6 +11,7 @@ from pytest_gtrainer.proofs.programs import NamedProgram
 from pytest_gtrainer.proofs.prove import prove_programs
 
 aten = torch.ops.aten
+ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 
 
 class Small(nn.Module):
@@ -99,6 +101,39 @@ def test_random_numbers_that_are_drawn_otherwise_are_unknown():
     proof = recorded(model=nn.Sequential(nn.Linear(4, 3), nn.Dropout())).prove()
     assert proof.kind == "unknown"
     assert "random numbers are drawn by functions of torch and aten." in str(proof.weakest)
+
+
+def average_instead(graph):
+    for node in graph.find_nodes(op="call_function", target=ALL_REDUCE):
+        node.args = (node.args[0], "avg", node.args[2])
+
+
+def recorded_in_parallel(mesh, **options):
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    return recorded(model=parallelize_module(model, mesh, plan), **options)
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("fake", size=2, mesh={"tp": 2})
+def test_stages_that_communicate_are_proven_on_all_ranks(gt_mesh):
+    """All but the first were unknown, each "by" a pass that had nothing to do with it."""
+    first, *others = recorded_in_parallel(gt_mesh).prove().stages
+    assert (first.stage, first.kind, first.by) == ("joint", "unknown", "")
+    assert "all_reduce communicates, and Dynamo's graph" in first.proof.reason
+    assert [each.kind for each in others] == ["identical"] * len(others)
+    assert "forward and backward" in [each.stage for each in others]
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("fake", size=2, mesh={"tp": 2})
+def test_a_pass_that_breaks_a_collective_is_named(gt_mesh):
+    proof = recorded_in_parallel(gt_mesh, post_grad_custom_post_pass=average_instead).prove()
+    broken = [each for each in proof.stages if each.kind == "another function"]
+    assert [(each.stage, each.by) for each in broken] == [
+        ("forward_after_passes", "average_instead")
+    ]
+    assert "1/2 times what is expected" in str(broken[0])
 
 
 def test_no_joint_graph():

@@ -64,6 +64,11 @@ def compare(actual: Tensors, expected: Tensors) -> Verdict:
                     "gradients: if these train nothing, compare record.select(phase=...) or "
                     "record.select(rank=...)"
                 )
+        # Equal local parts are of other tensors, if their placements or global shapes differ.
+        for key in sorted(actual.placements.keys() & expected.placements.keys()):
+            ours, theirs = actual.placements[key], expected.placements[key]
+            if ours != theirs:
+                faults.append(f"{where(key)} is {ours} in actual, {theirs} in expected")
         if (actual.world_size, actual.rank) != (expected.world_size, expected.rank):
             faults.append(f"not the same ranks: actual {actual!r}, expected {expected!r}")
 

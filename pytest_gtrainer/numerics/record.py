@@ -68,13 +68,16 @@ class Record:
         spool: a folder with space for a run that does not fit into memory: tensors of 1 MiB and
             more are kept there, in nameless files that go with the record.
 
+    Attributes:
+        placements: of each entry that was a DTensor its placements and global shape, in words.
+
     >>> record = Record()
     >>> record.add(0, 0, "weight", "_orig_mod.wq.weight", torch.ones(2))
     >>> list(record)
     [Key(step=0, rank=0, phase='weight', name='wq.weight')]
     """
 
-    __slots__ = ("_spool", "_tensors", "meta", "rank", "world_size")
+    __slots__ = ("_spool", "_tensors", "meta", "placements", "rank", "world_size")
 
     def __init__(
         self,
@@ -97,6 +100,7 @@ class Record:
         self.rank = rank
         self.meta = dict(meta or {})
         self._tensors: dict[Key, Tensor] = {}
+        self.placements: dict[Key, str] = {}
         self._spool = spool
 
     def add(self, step: int, rank: int, phase: str, name: str, tensor: Tensor) -> None:
@@ -107,17 +111,14 @@ class Record:
         own.
 
         Raises:
-            ValueError: an unknown phase, a rank that is not of this record, or a key added twice; a
-                DTensor of partial sums, whose local part is not its value.
+            ValueError: an unknown phase, a rank that is not of this record, or a key added twice.
             NoBytes: the tensor holds no values (meta, fake).
         """
-        if is_dtensor(tensor) and any(place.is_partial() for place in tensor.placements):
-            raise ValueError(
-                f"{name!r} is a DTensor with placements {tensor.placements}, so this rank has one "
-                "summand of its value: redistribute it, or add its to_local() if that is meant"
-            )
         for part_name, part in parts(name, tensor):
-            self._add(self._new_key(step, rank, phase, part_name), part)
+            key = self._new_key(step, rank, phase, part_name)
+            self._add(key, part)
+            if is_dtensor(part):
+                self.placements[key] = f"{part.placements} of {list(part.shape)}"
 
     def _add(self, key: Key, tensor: Tensor) -> None:
         source = plain(tensor)
@@ -223,17 +224,23 @@ class Record:
             if twice:
                 raise ValueError(f"ranks {twice} are in more than one of the records to merge")
             whole._tensors.update(part._tensors)
+            whole.placements |= part.placements
             whole.meta = part.meta | whole.meta
         return whole
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write everything to one file, which appears under its name when it is whole."""
-        header = {"world_size": self.world_size, "rank": self.rank, "meta": self.meta}
+        header: dict[str, Any] = {
+            "world_size": self.world_size,
+            "rank": self.rank,
+            "meta": self.meta,
+        }
         unfinished = f"{os.fspath(path)}.{os.getpid()}.part"
         try:
             with open(unfinished, "wb") as file:
                 file.write(_MAGIC)
                 rows = [[*key, *_append(file, tensor)] for key, tensor in self._tensors.items()]
+                header["placements"] = [[*key, words] for key, words in self.placements.items()]
                 # The index comes last, as a place is known only when its bytes are written.
                 index = json.dumps({**header, "begins": file.tell(), "tensors": rows}).encode()
                 file.write(index + len(index).to_bytes(_LENGTH, "little"))
@@ -270,6 +277,9 @@ class Record:
                 if type(step) is not int or type(rank) is not int:
                     raise TypeError(f"{step!r} is no step, or {rank!r} no rank")
                 record._tensors[record._new_key(step, rank, phase, name)] = _mapped(mapped, *place)
+            # Files of older versions have none.
+            for *fields, words in header.get("placements", ()):
+                record.placements[Key(*fields)] = str(words)
             if lost == 0:
                 return record
         except (

@@ -8,7 +8,7 @@ import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper
@@ -584,15 +584,23 @@ def record_state(
     optimizer: torch.optim.Optimizer | None,
     buffers: Named,
 ) -> None:
-    """Record weights, what the optimiser keeps of each, and buffers."""
+    """Record weights, what the optimiser keeps of each, and buffers; of DTensors the local part."""
+    for phase, name, tensor in trained_state(parameters, optimizer, buffers):
+        record.add(step, rank, phase, name, local(tensor.detach()))
+
+
+def trained_state(
+    parameters: Named, optimizer: torch.optim.Optimizer | None, buffers: Named
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield phase, name and tensor of weights, what the optimiser keeps of each, and buffers."""
     for name, parameter in parameters:
-        record.add(step, rank, "weight", name, local(parameter.detach()))
+        yield "weight", name, parameter
         state: dict[str, Any] = {}
         if optimizer is not None:
             state = optimizer.state.get(parameter, {})
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                record.add(step, rank, "optimizer", f"{name}.{key}", local(value.detach()))
+                yield "optimizer", f"{name}.{key}", value
 
     for name, buffer in buffers:
-        record.add(step, rank, "buffer", name, local(buffer.detach()))
+        yield "buffer", name, buffer

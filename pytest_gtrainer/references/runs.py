@@ -38,7 +38,7 @@ from pytest_gtrainer.proofs.contexts import has_real_ranks
 from pytest_gtrainer.proofs.programs import Left, Program, make_abstract
 from pytest_gtrainer.proofs.proof import AnotherFunction, Proof, kind_in_words, offer_proof
 from pytest_gtrainer.proofs.prove import prove_programs
-from pytest_gtrainer.references.config import record_gradients, record_state, start_of
+from pytest_gtrainer.references.config import start_of, trained_state
 from pytest_gtrainer.references.proven import ResultRecorder, net_for, shard_of
 from pytest_gtrainer.references.replicas import on_any_rank, texts_of_ranks
 from pytest_gtrainer.tracing.model import local
@@ -206,7 +206,9 @@ class RunRecorder:
 
     def gradients(self, model: nn.Module, phase: str = "gradient") -> None:
         """Record the gradients of this step; ``phase="clipped"`` for those after clipping."""
-        record_gradients(self.record, self._step, self._rank, phase, model.named_parameters())
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                self.add(phase, name, parameter.grad)
 
     def step(
         self,
@@ -218,14 +220,9 @@ class RunRecorder:
         if loss is not None:
             self.add("loss", "loss", loss)
         if model is not None:
-            record_state(
-                self.record,
-                self._step,
-                self._rank,
-                model.named_parameters(),
-                optimizer,
-                model.named_buffers(),
-            )
+            named = model.named_parameters(), optimizer, model.named_buffers()
+            for phase, name, tensor in trained_state(*named):
+                self.add(phase, name, tensor)
         self._step += 1
 
     def add(self, phase: str, name: str, tensor: Tensor) -> None:
@@ -447,6 +444,16 @@ def _doubts(actual: _Ran, expected: _Ran) -> list[str]:
             "both sides return the same memory, and no write to it was counted between them: "
             "compute it anew on each side"
         )
+    if isinstance(actual.tensors, Record) and isinstance(expected.tensors, Record):
+        sides = actual.tensors.placements, expected.tensors.placements
+        for key in sorted(sides[0].keys() ^ sides[1].keys()):
+            placements = sides[0].get(key) or sides[1][key]
+            if "Partial" in placements:
+                found.append(
+                    f"{where(key)} is {placements} on one side, and no DTensor on the other: a "
+                    "rank has one summand of it, so redistribute it, or record its to_local()"
+                )
+                break
     for key, tensor in entries(expected.tensors).items():
         # Records have a phase, and are judged by it: a mask may be infinite, a loss may not.
         if not key.phase and tensor.numel() and bits.count_not_finite(tensor) == tensor.numel():

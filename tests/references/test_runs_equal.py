@@ -18,6 +18,7 @@ from pytest_gtrainer import (
     VacuousCheck,
     assert_runs_equal,
     bucket_layout,
+    compare,
 )
 from pytest_gtrainer.graph.layout import Payload, Slot
 
@@ -514,10 +515,55 @@ def check_other_meanings(case, world):
         )
 
 
+def adds(run, placement, value):
+    run.add("gradient", "w", value * (torch.ones(3) if placement is None else dtensor(placement)))
+
+
+def records_gradients(run, placement, value):
+    model = nn.ParameterDict({"v": torch.ones(1), "w": torch.ones(3)})
+    if placement is not None:
+        own = placement if placement.is_shard() else Replicate()
+        model["w"] = nn.Parameter(dtensor(own))
+    model["w"].grad = value * (torch.ones(3) if placement is None else dtensor(placement))
+    run.gradients(model)
+
+
+def records_weights(run, placement, value):
+    own = torch.ones(3) if placement is None else dtensor(placement)
+    run.step(torch.ones(()), nn.ParameterDict({"v": torch.ones(1), "w": value * own}))
+
+
+@pytest.mark.parametrize("records", [adds, records_gradients, records_weights])
+@pytest.mark.parametrize("case", OTHER_MEANINGS)
+@pytest.mark.gt_world("simulated", size=3)
+def test_equal_parts_of_other_dtensors_in_a_record(gt_world, case, records):
+    def side(placement, value=1.0):
+        def train(run):
+            records(run, placement, value)
+            run.step(torch.ones(()))
+
+        return train
+
+    own, theirs = OTHER_MEANINGS[case]
+    with pytest.raises(BitwiseDifference, match=r"w is \(.*\) of \[\d\] (in actual|on one side)"):
+        assert_runs_equal(side(own), side(theirs), control=side(own, 2.0), world=gt_world)
+    assert_runs_equal(side(own), side(own), control=side(own, 2.0), world=gt_world)
+
+
 @pytest.mark.gt_world("fake", size=2)
-def test_a_summand_is_not_recorded_as_a_value(gt_world):
-    record = Record(2, 0)
-    with pytest.raises(ValueError, match=r"'w' is a DTensor with placements .* one summand"):
-        record.add(0, 0, "gradient", "w", dtensor(Partial()))
-    record.add(0, 0, "gradient", "w", dtensor(Replicate()))
-    record.add(0, 0, "gradient", "summand", dtensor(Partial()).to_local())
+def test_a_record_keeps_placements_through_a_file_and_a_merge(gt_world, tmp_path):
+    records = [Record(2, rank) for rank in range(2)]
+    for rank, record in enumerate(records):
+        record.add(0, rank, "weight", "w", dtensor(Shard(0)))
+        record.add(0, rank, "weight", "plain", torch.ones(2))
+        record.save(tmp_path / f"{rank}")
+    whole = Record.merged([Record.load(tmp_path / f"{rank}") for rank in range(2)])
+    assert [(key.rank, key.name) for key in whole.placements] == [(0, "w"), (1, "w")]
+    assert set(whole.placements.values()) == {"(Shard(dim=0),) of [6]"}
+    other = Record(2, 1)
+    other.add(0, 1, "weight", "w", dtensor(Replicate()))
+    other.add(0, 1, "weight", "plain", torch.ones(2))
+    assert "rank 1, weight of w is (Shard(dim=0),) of [6] in actual" in str(
+        compare(records[1], other)
+    )
+    assert compare(records[1], Record.load(tmp_path / "1")).outcome == "equal"

@@ -94,7 +94,7 @@ class TrainConfig:
             ``chunk_pass`` on the graph's, which needs a second trace.
         context: entered around forward and backward of every step, on both sides:
             ``loss_parallel``, say.
-        record_rng: record the states of all random generators before each step.
+        record_rng: record the states of all random generators before each step, and at the end.
         trace_once: two ranks of ``mesh`` trace for all, which spares time where ranks share cores;
             see ``trace_once``.
         accumulate: number of batches whose gradients a step adds before the optimiser, and before
@@ -532,6 +532,8 @@ def train(
         weights = [(name, local(value.detach())) for name, value in model.named_parameters()]
         print_weight_digest(step, rank, side, weights)
 
+    if config.record_rng:
+        record_random_states(record, config.steps - 1, rank, " at the end")
     if peers:
         _, difference = find_difference(
             state_of(model),
@@ -562,9 +564,10 @@ def _check_batch(inputs: Batch, peers: list[tuple[int, ...]], number: int) -> No
     )
 
 
-def record_random_states(record: Record, step: int, rank: int) -> None:
+def record_random_states(record: Record, step: int, rank: int, when: str = "") -> None:
+    """Record the states of all random generators, as they are before the step unless ``when``."""
     for name, state in random_state().items():
-        record.add(step, rank, "rng", name, state)
+        record.add(step, rank, "rng", name + when, state)
 
 
 Named = Iterable[tuple[str, torch.Tensor]]

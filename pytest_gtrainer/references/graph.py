@@ -15,10 +15,11 @@ from torch import fx, nn
 
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer._torch.random_states import random_states_kept
-from pytest_gtrainer.facts import counted
+from pytest_gtrainer.facts import counted, spell_some
 from pytest_gtrainer.graph.bucket_plan import PayloadOrder
 from pytest_gtrainer.graph.collectives import group_of, launches, unread_launches
 from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
+from pytest_gtrainer.graph.nodes import writes
 from pytest_gtrainer.graph.partitions import partition_fault
 from pytest_gtrainer.graph.same_on_ranks import collective_lines
 from pytest_gtrainer.numerics.record import Record
@@ -88,6 +89,25 @@ class GraphRun:
             f"{rewritten[-1].name} is launched, and nobody reads its result: "
             f"{counted(more, 'collective')} more than eager has"
         )
+
+    def written(self) -> str:
+        """Return a sentence on inputs that passes let the graph write to; "" for none."""
+        own, traced = map(_written_inputs, (self.traced, self._as_traced))
+        places = sorted(set(own) - set(traced))
+        if not places:
+            return ""
+        return (
+            f"after the passes the graph writes to input {spell_some(places)} of the step, which "
+            "belongs to the caller: eager code leaves it as it is"
+        )
+
+
+def _written_inputs(traced: TracedStep) -> list[int]:
+    """Return the places of the step's inputs that a graph writes to."""
+    written = writes(traced.gm.graph)
+    placeholders = traced.gm.graph.find_nodes(op="placeholder")
+    inputs = placeholders[len(traced.state_fqns) :]
+    return [place for place, node in enumerate(inputs) if node in written]
 
 
 def shard_traceably(model: nn.Module, config: TrainConfig) -> nn.Module:

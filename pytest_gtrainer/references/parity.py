@@ -251,9 +251,7 @@ def _parity_on_ranks(
             record,
             expected,
             _WHAT,
-            check_layout=partial(
-                _check_layouts, config, layouts, _reshards(options), graph.wasted()
-            ),
+            check_layout=partial(_check_layouts, config, layouts, _reshards(options), graph),
             where="on this rank",
             row={},
             explain=lambda verdict: [offer_proof(_PROOF_ELSEWHERE)],
@@ -369,7 +367,7 @@ def _simulated_parity(
             eager.record,
             _WHAT,
             check_layout=partial(
-                _check_layouts, subject.config, layouts, _reshards(options), subject.wasted()
+                _check_layouts, subject.config, layouts, _reshards(options), subject
             ),
             where="under this net",
             row=row,
@@ -430,13 +428,16 @@ def _why_equal_under_net(is_not_finite: bool) -> str:
 
 
 def _check_layouts(
-    config: TrainConfig, layouts: Mapping[str, BucketLayout], is_resharded: bool, wasted: str
+    config: TrainConfig,
+    layouts: Mapping[str, BucketLayout],
+    is_resharded: bool,
+    graph: GraphRun | SimulatedGraphRun,
 ) -> tuple[str, ...]:
-    """Check that the layouts of graph and eager are equal; return ``Parity.unread``.
+    """Check that the layouts of graph and eager are equal, and what else a pass must not do; return
+    ``Parity.unread``.
 
     Args:
         is_resharded: the graph must gather again whatever its backward reads.
-        wasted: a sentence on collectives that nobody reads; "" for none.
     """
     __tracebackhide__ = True
     unread: tuple[str, ...] = ()
@@ -449,8 +450,11 @@ def _check_layouts(
             f"{spell_some(kept, 1)}: a pass between resharding and bucketing lost its "
             "second all-gather"
         )
+    wasted, written = graph.wasted(), graph.written()
     if wasted:
         raise LayoutDifference(wasted)
+    if written:
+        raise facts.FailedCheck(written)
     return unread
 
 

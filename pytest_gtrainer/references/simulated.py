@@ -254,6 +254,10 @@ class SimulatedGraphRun:
         """Return what ``GraphRun.wasted`` does."""
         return self._run.wasted()
 
+    def written(self) -> str:
+        """Return what ``GraphRun.written`` does."""
+        return self._run.written()
+
     def rewritten(self, **options: Any) -> "SimulatedGraphRun":
         """Return a run with the same trace and start, rewritten with other options."""
         other = copy.copy(self)
@@ -312,6 +316,9 @@ class SimulatedGraphRun:
                         record_gradients(record, step, rank.rank, "clipped", named)
                 for rank in ranks:
                     rank.finish_step(step)
+            if self.config.record_rng:
+                for rank in ranks:
+                    rank.record_random_states(steps - 1, " at the end")
 
         return empty
 
@@ -389,8 +396,12 @@ class _Rank:
         for parameter in self.parameters.values():
             parameter.grad = None
         if config.record_rng:
-            with self._own_process_state():
-                record_random_states(self._record, step, self.rank)
+            self.record_random_states(step)
+
+    def record_random_states(self, step: int, when: str = "") -> None:
+        """Record the states of the rank's own generators."""
+        with self._own_process_state():
+            record_random_states(self._record, step, self.rank, when)
 
     def next_batch(self, config: TrainConfig, number: int) -> Batch:
         """Return the batch of this number, over all steps."""

@@ -126,6 +126,64 @@ def test_equal_and_an_odd_payload_shows_it(training, gt_world, trace_once):
     ] == [29 * 4] * 3
 
 
+def last_input_doubled(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A pass that writes to the last input behind all that reads it."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        gm.graph.call_function(torch.ops.aten.mul_.Tensor, (inputs[-1], 2))
+    gm.recompile()
+    return gm
+
+
+def draws_at_the_end(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        gm.graph.call_function(torch.ops.aten.rand.default, ([3],))
+    gm.recompile()
+    return gm
+
+
+def check_what_passes_do_besides(config, world, plan):
+    """Nothing reads what they do: each batch is a new tensor, and the last step draws no more."""
+    passes = construct_default_graph_passes(bucket_plan=plan)
+    with pytest.raises(facts.FailedCheck, match="writes to input 1 of the step, which belongs"):
+        assert_parity(config, world, passes=[*passes, last_input_doubled])
+    with pytest.raises(BitwiseDifference, match=r"torch.cpu at the end"):
+        assert_parity(config, world, passes=[*passes, draws_at_the_end])
+    assert_parity(config, world, passes=passes)
+
+
+def two_inputs(model, x, y):
+    return model(x + y)
+
+
+@FOUR
+def test_what_a_pass_does_besides_its_results(training, gt_world):
+    config = training(record_rng=True)
+    batch = config.batch
+    config = replace(config, step=two_inputs, batch=lambda *at: (*batch(*at), *batch(*at)))
+    check_what_passes_do_besides(config, gt_world, PLAN)
+
+
+@pytest.mark.gt_world("simulated", size=4, nodes=2)
+def test_what_a_pass_does_besides_its_results_on_simulated_ranks(gt_world):
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+
+    def config(mesh):
+        return TrainConfig(
+            model=model,
+            step=lambda model, x, y: model(x + y).square().mean(),
+            batch=lambda step, rank: (torch.ones(5, 8) + rank, torch.full((5, 8), 0.1)),
+            bucket_plan=["0", "1"],
+            mesh=mesh,
+            steps=1,
+            record_rng=True,
+        )
+
+    check_what_passes_do_besides(config, gt_world, ["0", "1"])
+
+
 @FOUR
 def test_a_check_that_cannot_fail_is_refused_with_the_cause(training, gt_world):
     """W4: two more elements a rank, and gloo adds whole shards."""

@@ -64,7 +64,8 @@ def test_random_states_are_recorded_before_each_step(gt_mesh, gt_world):
         ("rng", "torch.cpu")
     }
     assert [(one.key.step, one.key.phase, one.key.name) for one in verdict.differences] == [
-        (1, "rng", "torch.cpu")
+        (1, "rng", "torch.cpu"),
+        (1, "rng", "torch.cpu at the end"),
     ]
 
 

@@ -196,7 +196,7 @@ class TrainConfig:
         return sum(at * math.prod(self.mesh.shape[dim + 1 :]) for dim, at in enumerate(own))
 
     def batches(self, step: int) -> list[tuple[int, str]]:
-        """Return the batches of a step: the number of each, and the name of its loss in a record."""
+        """Return the number of each batch of a step, and the name of its loss in a record."""
         if self.accumulate == 1:
             return [(step, "loss")]
         first = step * self.accumulate

@@ -1,4 +1,4 @@
-"""What torchtitan asks of a device for its metrics, answered by ``torch.cpu``, which has not all of it.
+"""What torchtitan asks of a device, answered by ``torch.cpu``, which has not all of it.
 
 Numbers that no test may judge are NaN: no comparison with them holds.
 """
@@ -9,6 +9,7 @@ import torch
 
 NAN = float("nan")
 ANSWERS = {
+    "current_device": lambda: 0,
     "get_device_name": lambda device=None: "CPU",
     "get_device_properties": lambda device=None: SimpleNamespace(total_memory=NAN),
     "memory_stats": lambda device=None: {"active_bytes.all.peak": NAN},
@@ -18,7 +19,8 @@ ANSWERS = {
 
 
 def use_cpu():
-    """Let torchtitan, which is imported later, take the CPU as the device of this process."""
-    for name, answer in ANSWERS.items():
-        setattr(torch.cpu, name, answer)
+    """Let torchtitan, which is imported later, take the CPU as the device of this process.
+
+    In pytest ``--gt-cuda-as=cpu`` does that.
+    """
     torch._utils._get_available_device_type = lambda: "cpu"

@@ -50,6 +50,23 @@ def on_cpu():
         yield
 
 
+def names_of_inputs(traced):
+    """Return the names of a trace's inputs, which torchtitan's tracer knows in their order.
+
+    A parameter is a DTensor, and so two inputs: its shard, then its mesh. What belongs to the mask
+    comes behind the four tensors of a batch.
+    """
+    batch = ["tokens", "labels", "valid_tokens", "positions"]
+    known = iter([*traced.state_fqns, *batch, *(f"mask.{place}" for place in range(100))])
+    names = {}
+    name = ""
+    for node in traced.gm.graph.find_nodes(op="placeholder"):
+        is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
+        name = next(known) if is_tensor else f"{name}.mesh"
+        names[node.name] = name
+    return names
+
+
 class Llama3:
     """The debug model of Llama 3 with two layers, under one parallelism."""
 

@@ -4,8 +4,7 @@ import pytest
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test-torchtitan")
 
-import torch
-from debug_models import Llama3, on_cpu
+from debug_models import Llama3, names_of_inputs, on_cpu
 
 from pytest_gtrainer import assert_runs_equal
 
@@ -33,12 +32,4 @@ def test_the_graph_of_the_flavour(gt_world, gt_golden):
         trainer = lab.trainer(is_graph=True)
         lab.step(trainer, 0)
     traced = trainer._traced_step
-    inputs = iter([*traced.state_fqns, "tokens", "labels", "valid_tokens", "positions"])
-    names, name = {}, ""
-    for node in traced.gm.graph.nodes:
-        if node.op == "placeholder":
-            # A parameter is a DTensor, and so two inputs: its shard, then its mesh.
-            is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
-            name = next(inputs) if is_tensor else f"{name}.mesh"
-            names[node.name] = name
-    gt_golden.check(traced.gm, names=names)
+    gt_golden.check(traced.gm, names=names_of_inputs(traced))

@@ -17,7 +17,7 @@ run: env          ## the main job on one small model: goldens, bits on 8 ranks, 
 	$(PYTEST) --gt-gpus=8 --gt-report=build/run.html examples/first
 
 test: env lint    ## the fast tier, which a developer waits for
-	$(PYTEST) --gt-gpus=8 -m "not long and not second_tier" -n $(WORKERS) --dist loadfile
+	$(PYTEST) --gt-gpus=8 -m "not long and not second_tier" -n $(WORKERS) --dist loadfile --durations=20 --durations-min=4
 
 check: env        ## the rest, long checks in short form
 	$(PYTEST) --gt-gpus=8 -m "not long and second_tier" -n $(WORKERS) --dist loadfile --durations=40 --durations-min=5

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,7 +13,13 @@ from pytest_gtrainer import devices, extensions, facts
 from pytest_gtrainer.marker import SHARED, spec_of
 from pytest_gtrainer.worlds import KINDS
 
+# pytest looks at each name of this module, and at names of types the longest.
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+    from typing import Any
+
     from pytest_gtrainer.compiling.record import CompileRecord
     from pytest_gtrainer.golden.check import Golden
     from pytest_gtrainer.hookspecs import EnterWorld

@@ -19,11 +19,12 @@ from pytest_gtrainer.graph.partitions import Ranks, is_implied, partition_fault,
 FOLDER = "golden"
 SUFFIXES = {"graph": ".fxgraph", "text": ".txt", "numbers": ".numbers.json"}
 _LONGEST = 80
-_UNSAFE = re.compile(r"[^A-Za-z0-9_.,=+-]")
-_OF_TORCH = re.compile(r"(?P<rest>.*)@torch=(?P<major>\d+)\.(?P<minor>\d+)(?P<suffix>\.[a-z.]+)")
-_GROUP = re.compile(r"^(\s*(\w+) = group)\((.*)\)$", re.MULTILINE)
-_RANGE = re.compile(r"range\((\d+), (\d+)(?:, (\d+))?\)")
-_RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
+# Patterns are compiled at their first use: this module is part of every pytest run.
+_UNSAFE = r"[^A-Za-z0-9_.,=+-]"
+_OF_TORCH = r"(?P<rest>.*)@torch=(?P<major>\d+)\.(?P<minor>\d+)(?P<suffix>\.[a-z.]+)"
+_GROUP = r"(?m)^(\s*(\w+) = group)\((.*)\)$"
+_RANGE = r"range\((\d+), (\d+)(?:, (\d+))?\)"
+_RESERVED = r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?"
 
 
 def golden_path(
@@ -39,7 +40,7 @@ def golden_path(
     >>> str(golden_path("test_a.py::test_c", "after", "graph", (2, 15)))
     'golden/test_a/test_c@after@torch=2.15.fxgraph'
     """
-    if name is not None and _OF_TORCH.fullmatch(f"@{name}{SUFFIXES[kind]}"):
+    if name is not None and re.fullmatch(_OF_TORCH, f"@{name}{SUFFIXES[kind]}"):
         raise ValueError(
             f"the name {name!r} is how goldens kept per version of torch are named: "
             "give per='torch'"
@@ -55,7 +56,7 @@ def golden_path(
 
 def torch_of(path: PurePosixPath) -> tuple[int, int] | None:
     """Return the minor version of torch that a golden is kept for; None if it serves all."""
-    found = _OF_TORCH.fullmatch(path.name)
+    found = re.fullmatch(_OF_TORCH, path.name)
     return (int(found["major"]), int(found["minor"])) if found else None
 
 
@@ -64,12 +65,12 @@ def standing(path: PurePosixPath, there: Iterable[str]) -> PurePosixPath:
 
     Of the files ``there`` in its folder, it is that of the newest version that is no newer.
     """
-    own, version = _OF_TORCH.fullmatch(path.name), torch_of(path)
+    own, version = re.fullmatch(_OF_TORCH, path.name), torch_of(path)
     if own is None or version is None:
         return path
     older = {}
     for name in there:
-        other = _OF_TORCH.fullmatch(name)
+        other = re.fullmatch(_OF_TORCH, name)
         if other is None or other.group("rest", "suffix") != own.group("rest", "suffix"):
             continue
         found = int(other["major"]), int(other["minor"])
@@ -116,8 +117,8 @@ def safe(text: str, *, fold_case: bool = True) -> str:
     >>> safe("bf16-8"), safe("a/b"), safe("Linear"), safe("Linear", fold_case=False)
     ('bf16-8', 'a_b~c14cddc0', 'Linear~e6950b45', 'Linear')
     """
-    likeness = _UNSAFE.sub("_", text)[:_LONGEST]
-    unsafe = likeness != text or not text or text[-1] == "." or _RESERVED.fullmatch(text)
+    likeness = re.sub(_UNSAFE, "_", text)[:_LONGEST]
+    unsafe = likeness != text or not text or text[-1] == "." or re.fullmatch(_RESERVED, text)
     if not unsafe and not (fold_case and text != text.lower()):
         return text
     return f"{likeness}~{hashlib.sha256(text.encode(errors='backslashreplace')).hexdigest()[:8]}"
@@ -135,14 +136,14 @@ class Claim(NamedTuple):
     @property
     def common_text(self) -> str:
         """The text that all ranks must have: without ranks of groups, as each has its own."""
-        return _GROUP.sub(r"\1()", self.text) if self.kind == "graph" else self.text
+        return re.sub(_GROUP, r"\1()", self.text) if self.kind == "graph" else self.text
 
     @property
     def groups(self) -> list[tuple[str, Ranks | None]]:
         """The symbols and ranks of the process groups in a graph's text, bodies included."""
         if self.kind != "graph":
             return []
-        return [(symbol, _ranks_of(ranks)) for _, symbol, ranks in _GROUP.findall(self.text)]
+        return [(symbol, _ranks_of(ranks)) for _, symbol, ranks in re.findall(_GROUP, self.text)]
 
 
 def _ranks_of(spelled: str) -> Ranks | None:
@@ -151,7 +152,7 @@ def _ranks_of(spelled: str) -> Ranks | None:
     >>> _ranks_of("range(0, 4, 2)"), _ranks_of("[0, 3]"), _ranks_of("None")
     ((0, 2), (0, 3), None)
     """
-    if found := _RANGE.fullmatch(spelled):
+    if found := re.fullmatch(_RANGE, spelled):
         return tuple(range(int(found[1]), int(found[2]), int(found[3] or 1)))
     return None if spelled == "None" else tuple(ast.literal_eval(spelled))
 

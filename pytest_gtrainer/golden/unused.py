@@ -69,7 +69,7 @@ class UnusedGoldens:
         self._goldens = goldens
         self._mode = goldens.modes.unused
         self._collection = Collection()
-        self._selected: set[str] = set()
+        self._selected: list[pytest.Item] = []
         self._tests: dict[str, Outcome] = {}
         self._cut: str | None = None  # the reason why the run has not come to its end
         self._workers_unowned: set[PurePosixPath] | None = None
@@ -108,7 +108,7 @@ class UnusedGoldens:
         return result
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._selected |= {item.nodeid for item in session.items}
+        self._selected += session.items
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         # A plugin that repeats a test begins with its setup again.
@@ -183,7 +183,7 @@ class UnusedGoldens:
             return self._cut
         if exitstatus in _STOPPED:
             return "the run was stopped"
-        left = set(self._selected)
+        left = {item.nodeid for item in self._selected}
         for nodeid, test in self._tests.items():
             # A test that was cut has no report of its teardown.
             if any(when == "teardown" for when, _ in test.outcomes):

@@ -26,6 +26,7 @@ from pytest_gtrainer.proofs.inputs import describe_integers, draw_inputs
 from pytest_gtrainer.proofs.programs import NamedProgram
 from pytest_gtrainer.proofs.proof import KINDS, Proof
 from pytest_gtrainer.proofs.prove import prove, prove_programs
+from pytest_gtrainer.worlds.simulate import AnyWorld
 from pytest_gtrainer.worlds.simulated.interpreter.program import NodeByNode
 
 Call = Callable[[dict[str, Any]], dict[str, Tensor]]
@@ -103,6 +104,7 @@ def prove_stages(
     passes: Sequence[PassRun],
     recorded: Mapping[str, Sequence[Any]],
     at_least: str,
+    world: AnyWorld | None = None,
 ) -> Iterator[StageProof]:
     """Yield a proof for each stage of one compiled graph that a pass has changed.
 
@@ -110,8 +112,9 @@ def prove_stages(
         stages: by name; "joint" is one of them.
         recorded: the inputs of the first call of "forward" and "backward".
         at_least: do not look for weaker kinds.
+        world: of stages that communicate; by default as many ranks as there are.
     """
-    layout = _Layout(stages, recorded)
+    layout = _Layout(stages, recorded, world)
     states: list[tuple[str, str, dict[str, fx.GraphModule]]] = []
     current: dict[str, fx.GraphModule] = {}
     for name, of_pass in _ORDER:
@@ -179,8 +182,12 @@ class _Layout:
     """
 
     def __init__(
-        self, stages: Mapping[str, fx.GraphModule], recorded: Mapping[str, Sequence[Any]]
+        self,
+        stages: Mapping[str, fx.GraphModule],
+        recorded: Mapping[str, Sequence[Any]],
+        world: AnyWorld | None,
     ) -> None:
+        self._world = world
         joint = stages["joint"]
         self._placeholders = placeholders = joint.graph.find_nodes(op="placeholder")
         self.has_backward = "backward" in stages
@@ -250,17 +257,19 @@ class _Layout:
         Args:
             name: of a node that communicates.
         """
-        if not dist.is_initialized():
-            reason = f"{name}{_COMMUNICATES}the world of its ranks is gone: prove inside of it"
+        world = self._world
+        if world is None and not dist.is_initialized():
+            reason = f"{name}{_COMMUNICATES}the world of its ranks is gone: give world="
             return Proof("unknown", reason=reason)
         try:
             graphs = [self._as_one_graph(each) for each in (actual, expected)]
             if graphs[0] is not None and graphs[1] is not None:
-                world = dist.get_world_size()
+                world = dist.get_world_size() if world is None else world
                 return prove(graphs[0], graphs[1], world=world, at_least=at_least)
         except Exception as error:
             text = str(error).partition("\n")[0]
-            return Proof("unknown", reason=f"{type(error).__name__}: {text}")
+            way_out = "" if self._world else "; a simulated world has meshes: world=gt_world"
+            return Proof("unknown", reason=f"{name}{_COMMUNICATES}{text}{way_out}")
         reason = (
             f"{name}{_COMMUNICATES}Dynamo's graph, or one with modules, runs on one rank alone: "
             "compare eager models by assert_same_model"

@@ -13,6 +13,7 @@ from pytest_gtrainer.compiling.proving import CompileProof, StageProof, prove_st
 from pytest_gtrainer.facts import FailedCheck, counted
 from pytest_gtrainer.proofs.proof import AnotherFunction
 from pytest_gtrainer.proofs.prove import check_kind
+from pytest_gtrainer.worlds.simulate import AnyWorld
 
 STAGES = {
     "dynamo": "the graph that Dynamo gave to Inductor",
@@ -291,7 +292,9 @@ class CompileRecord:
             lines.append(f"  {run.name} ({run.slot}) in {place}, {result}")
         raise NotRecorded("\n".join(lines))
 
-    def prove(self, *, at_least: str = "rounds elsewhere") -> CompileProof:
+    def prove(
+        self, *, at_least: str = "rounds elsewhere", world: AnyWorld | None = None
+    ) -> CompileProof:
         """Return which kind of equal every stage is to the one before it, for any numbers.
 
         Dynamo's graph stands for eager: it runs by eager's operators, with autograd. AOTAutograd's
@@ -302,6 +305,8 @@ class CompileRecord:
 
         Args:
             at_least: do not look for weaker kinds of equal than this one.
+            world: of stages that communicate, a simulated ``World`` for the groups of its mesh. By
+                default a number of ranks, as many as there are.
 
         Raises:
             NotRecorded: a graph has no joint graph, or its backward was compiled too late; nothing
@@ -318,7 +323,7 @@ class CompileRecord:
                 )
             _ = graph.joint  # says why there is none
             passes = [run for run in graph.passes if run.changed]
-            stages += prove_stages(graph.id, graph.stages, passes, graph.inputs, at_least)
+            stages += prove_stages(graph.id, graph.stages, passes, graph.inputs, at_least, world)
         return CompileProof(tuple(stages))
 
     @facts.check

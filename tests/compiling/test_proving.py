@@ -126,6 +126,17 @@ def test_stages_that_communicate_are_proven_on_all_ranks(gt_mesh):
 
 
 @pytest.mark.second_tier
+@pytest.mark.gt_world("simulated", size=4, mesh={"dp": 2, "tp": 2})
+def test_groups_of_a_mesh_need_its_world(gt_world, gt_mesh):
+    record = recorded_in_parallel(gt_mesh["tp"])
+    _, *others = record.prove(world=gt_world).stages
+    assert [each.kind for each in others] == ["identical"] * len(others)
+    _, *others = record.prove().stages
+    assert {(each.kind, each.by) for each in others} == {("unknown", "")}
+    assert "a simulated world has meshes: world=gt_world" in str(others[0])
+
+
+@pytest.mark.second_tier
 @pytest.mark.gt_world("fake", size=2, mesh={"tp": 2})
 def test_a_pass_that_breaks_a_collective_is_named(gt_mesh):
     proof = recorded_in_parallel(gt_mesh, post_grad_custom_post_pass=average_instead).prove()

@@ -267,16 +267,19 @@ def ring_sum(
         blocks = zip(*(column.split(block) for column in units), strict=True)
         for channel, place, offset in blocks:
             sources = (orders[channel, :, place].t() * elements + offset).contiguous()
-            own = rows.index_select(0, sources[0])
-            if factor is not None:
-                own.mul_(factor)
-            # A sum that started at zero would turn a sum of negative zeros into zero.
-            partial = own.to(accumulator, copy=True)
-            for source in sources[1:]:
-                torch.index_select(rows, 0, source, out=own)
+            partial = None
+            # Several hops of a small payload are read at once, one of a large one.
+            for some in sources.split(max(1, block // len(offset))):
+                of_hops = rows.index_select(0, some.view(-1))
                 if factor is not None:
-                    own.mul_(factor)
-                HOPS[op](partial, own, out=partial)
+                    of_hops.mul_(factor)
+                for own in of_hops.view(*some.shape, length).unbind():
+                    # A sum that started at zero would turn a sum of negative zeros into zero.
+                    if partial is None:
+                        partial = own.to(accumulator, copy=True)
+                    else:
+                        HOPS[op](partial, own, out=partial)
+            assert partial is not None
             # Before the sum is rounded to the dtype of the wire: afterwards it would round twice.
             if op == "avg" and factor is None:
                 partial.div_(ranks)

@@ -91,29 +91,35 @@ class Arithmetic(ABC):
             or more; their signs, one of two for each, may agree by chance.
         few: how often few different elements were compared with each other, or sorted.
         chosen: operators that have sorted or chosen elements.
+        finite: operators that ask whether elements are infinite or NaN: no abstract one is.
         never_equal: operators that ask whether elements are equal: they never are by chance.
         branches: by place in the program's code, numbers that it read of what was compared.
         exponentials: how often ``exp`` or ``log`` was computed as an unknown function.
         masks: exp was taken of a number that a mask of a large negative number was added to.
         lowest: such a number was compared with others.
         coarsest: the largest epsilon of a dtype that elements were rounded to.
+        keeps_digits: known numbers that a program computes in float32, such as 1 - 0.9**step, have
+            the digits of float64.
+        has_digits: there are such numbers.
     """
 
     kind: str
     is_exact: bool = False
     takes_apart: bool = True
     rounds: bool = True
+    keeps_digits: bool = False
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self.opaque: dict[str, set[int]] = {}
         self.meanings: set[str] = set()
+        self.finite: set[str] = set()
         self.never_equal: set[str] = set()
         self.chosen: set[str] = set()
         self.branches: dict[str, set[str]] = {}
         self.bias = self.sign = 0
         self.stabilises = False  # a largest number is sought that changes nothing
-        self.masks = self.lowest = self.roots = self.has_many_limits = False
+        self.masks = self.lowest = self.roots = self.has_many_limits = self.has_digits = False
         self.limits: dict[int, int] = {}
         self.rivals = self.favoured = torch.empty(0, dtype=torch.int64)
         self.gaps: Sequence[tuple[int, int]] = ()
@@ -135,7 +141,7 @@ class Arithmetic(ABC):
         """Return what a program's results depend on, beside the program."""
         favoured = tuple(self.favoured.tolist())
         order = (self.seed, self.bias, self.sign, tuple(self.gaps), favoured)
-        return (type(self), self.kind, *order)
+        return (type(self), self.kind, self.keeps_digits, *order)
 
     # --- elements
 
@@ -446,6 +452,9 @@ class Arithmetic(ABC):
             found.append(self.narrow(own).view(result.shape))
         return found
 
+
+FEW_NUMBERS = 16
+"""So many known numbers are looked at one by one."""
 
 NO_LIMIT = 1e30
 """No abstract number is so large: what is filled in for an infinity limits nothing."""

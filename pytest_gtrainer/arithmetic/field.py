@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pytest_gtrainer.arithmetic import hashing
 from pytest_gtrainer.arithmetic.base import (
+    FEW_NUMBERS,
     NO_LIMIT,
     Arithmetic,
     Call,
@@ -29,7 +30,7 @@ from pytest_gtrainer.arithmetic.base import (
     mapped,
     values_in,
 )
-from pytest_gtrainer.arithmetic.logarithms import exponents_of
+from pytest_gtrainer.arithmetic.logarithms import exponent_of_logarithm, exponents_of
 from pytest_gtrainer.arithmetic.operators import BITS, names
 from pytest_gtrainer.arithmetic.prime import INNER, ROOT, P, Prime, Q, key_of_real
 from pytest_gtrainer.arithmetic.values import NoMeaning, Value
@@ -80,7 +81,7 @@ class Field(Arithmetic):
         else:
             elements = torch.tensor(self.prime.number(value, as_meant=not self.rounds))
         self._note_far(elements, value)
-        if elements.numel() <= _FEW_NUMBERS and len(self._written) < _MOST_NUMBERS:
+        if elements.numel() <= FEW_NUMBERS and len(self._written) < _MOST_NUMBERS:
             keys = key_of_real(value)
             for element, key in zip(
                 elements.flatten().tolist(), keys.flatten().tolist(), strict=True
@@ -702,7 +703,7 @@ FAR_BELOW = -1e4
 """Numbers up to this are those of masks: their exp is 0, whatever is added."""
 
 _LARGEST_SOFTMAX = 1 << 16
-_FEW_NUMBERS, _MOST_NUMBERS = 16, 256
+_MOST_NUMBERS = 256
 _OF_CONVOLUTIONS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 RING = names(
     """
@@ -744,6 +745,21 @@ def _are_in(table: Tensor, numbers: Tensor) -> Tensor:
     return table[places.clamp(max=len(table) - 1)] == numbers
 
 
+class _Exponents(Field):
+    """The exponents of numbers; those of constants such as log(2) are logarithms, as 2 has one."""
+
+    def lift(self, value: Any) -> Elements:
+        elements = super().lift(value)
+        if self.rounds or isinstance(value, Value) or elements.numel() > FEW_NUMBERS:
+            return elements
+        exponents = []
+        known = torch.as_tensor(value).double().flatten().tolist()
+        for number, own in zip(known, elements.flatten().tolist(), strict=True):
+            logarithm = exponent_of_logarithm(number)
+            exponents.append(own if logarithm is None else logarithm)
+        return torch.tensor(exponents, dtype=torch.int64).view(elements.shape)
+
+
 class FieldWithExponents(Field):
     """A field in which exp(a + b) is exp(a) exp(b), and log is the inverse of exp.
 
@@ -758,11 +774,19 @@ class FieldWithExponents(Field):
     numbers are, or all their exponents. And a root times what is below it is the next power of it.
     """
 
-    def __init__(self, *, casts: str, seed: int = 0, orders_softmax: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        casts: str,
+        seed: int = 0,
+        orders_softmax: bool = True,
+        keeps_digits: bool = False,
+    ) -> None:
         super().__init__(casts=casts, seed=seed, orders_softmax=orders_softmax)
+        self.keeps_digits = keeps_digits
         self._numbers = Field(casts=casts, seed=seed)
         self._numbers.joins_roots = True
-        self._exponents = Field(casts=casts, seed=seed, modulus=Q)
+        self._exponents = _Exponents(casts=casts, seed=seed, modulus=Q)
         self._written = self._numbers._written
         self._far = self._numbers._far
 

@@ -202,13 +202,31 @@ def _power_of_number(base: float, exponent: Tensor) -> Tensor:
     return (exponent * math.log(base)).exp()
 
 
-_EXACT_FORMULAS: dict[Any, Callable[..., Any]] = {
+def _rounded_once(formula: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a formula that computes in float32 or wider, as the kernels of narrow dtypes do."""
+
+    def of_wide(x: Tensor) -> Tensor:
+        return formula(x.to(torch.promote_types(x.dtype, torch.float32)))
+
+    return of_wide
+
+
+_OF_ONE: dict[Any, Callable[[Tensor], Tensor]] = {
     aten.exp2.default: lambda x: (x * math.log(2)).exp(),
     aten.log2.default: lambda x: x.log() / math.log(2),
     aten.log10.default: lambda x: x.log() / math.log(10),
-    aten.pow.Scalar: _power_of_number,
     aten.expm1.default: lambda x: x.exp() - 1,
     aten.log1p.default: lambda x: (1 + x).log(),
+    aten.sinh.default: lambda x: (x.exp() - (-x).exp()) / 2,
+    aten.cosh.default: lambda x: (x.exp() + (-x).exp()) / 2,
+    aten.tanh.default: lambda x: 2 / (1 + (-2 * x).exp()) - 1,  # 1 and -1 of infinities
+    aten.asinh.default: lambda x: (x + (x * x + 1).sqrt()).log(),
+    aten.acosh.default: lambda x: (x + (x * x - 1).sqrt()).log(),
+    aten.atanh.default: lambda x: ((1 + x) / (1 - x)).log() / 2,
+}
+_EXACT_FORMULAS: dict[Any, Callable[..., Any]] = {
+    **{operator: _rounded_once(formula) for operator, formula in _OF_ONE.items()},
+    aten.pow.Scalar: _power_of_number,
     aten.logaddexp.default: _logaddexp,
     aten.sign.default: _sign,
     aten.softplus.default: _softplus,

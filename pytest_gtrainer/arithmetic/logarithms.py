@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pytest_gtrainer.arithmetic.prime import ROOT, P, Q
+from pytest_gtrainer.arithmetic.prime import ROOT, P, Q, is_near_in_single
 
 _MOST = math.isqrt(P) + 1
 _SMALL = 1000
@@ -27,6 +27,24 @@ def exponents_of(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """
     exponents, signs = _table()
     return _looked_up(numbers, exponents, signs)
+
+
+def exponent_of_logarithm(value: float) -> int | None:
+    """Return the exponent of a constant such as log(2), the logarithm of a whole number up to 1096.
+
+    Also of a negative one, and of one in single precision; None of other constants.
+    """
+    size = abs(value)
+    if not 0.5 < size < 7:
+        return None
+    number = round(math.exp(size))
+    logarithm = math.log(number)
+    if abs(logarithm - size) > 2**-52 * size and not is_near_in_single(logarithm, size):
+        return None
+    exponent, sign = exponents_of(torch.tensor([number]))
+    if int(sign):
+        return None  # the number is minus a power
+    return int(exponent) if value > 0 else Q - int(exponent)
 
 
 def _looked_up(numbers: Tensor, exponents: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ from pytest_gtrainer._torch.arithmetic import (
 from pytest_gtrainer._torch.random_states import without_modes
 from pytest_gtrainer._torch.tracing import new_fake_mode
 from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, schema
-from pytest_gtrainer.arithmetic.base import Arithmetic, Call, mapped
+from pytest_gtrainer.arithmetic.base import FEW_NUMBERS, Arithmetic, Call, mapped
 from pytest_gtrainer.arithmetic.field import Field
 from pytest_gtrainer.arithmetic.formulas import given_meaning, parts_of
 from pytest_gtrainer.arithmetic.kernels import KERNELS
@@ -55,6 +55,7 @@ from pytest_gtrainer.arithmetic.operators import (
     is_pointwise,
     names,
 )
+from pytest_gtrainer.arithmetic.prime import meant_numbers
 from pytest_gtrainer.arithmetic.shadows import Marks, Shadows, whole_storage
 from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.graph.nodes import (
@@ -68,6 +69,7 @@ from pytest_gtrainer.graph.nodes import Call as OperatorCall
 
 _OUT_OF_PLACE = names("all_reduce all_reduce_coalesced broadcast")
 _READS = names("_local_scalar_dense allclose equal is_nonzero item")
+_OF_ALL = names("all amax amin any argmax argmin max min prod")
 _READS_OF_ONE = names("__array__ numpy tolist")
 _READS_OF_LISTS = names("as_tensor asarray new_tensor tensor")
 _ON_STORAGES = names("set_ resize_ record_stream is_pinned _pin_memory")
@@ -96,6 +98,8 @@ class ArithmeticMode(TorchDispatchMode):
         self.decided = Marks()
         self.on_result: Callable[..., None] | None = None
         self.exchange: Callable[[ArithmeticMode, Any, Any, Any], Any] | None = None
+        self._asked: Counter[str] = Counter()  # operators on what was compared
+        self._digits = Shadows()  # of known numbers in float32, the bits in float64
         self._inside: list[Any] = []  # operators that are being taken apart
         self._owner = owner
         self._communicates = False
@@ -107,7 +111,7 @@ class ArithmeticMode(TorchDispatchMode):
         """
         other = ArithmeticMode(self.arithmetic, self.shadows, self._owner)
         other.reads, other.on_result = self.reads, self.on_result
-        other.decided = self.decided
+        other.decided, other._digits = self.decided, self._digits
         other._communicates = True
         return other
 
@@ -150,12 +154,7 @@ class ArithmeticMode(TorchDispatchMode):
         base = base_name(func)
         tensors = tensors_in(args, kwargs)
         if not any(map(self.shadows.has, tensors)):
-            result = func(*args, **kwargs)
-            if base in UNINITIALISED and isinstance(result, Tensor):
-                self._mark_uninitialised(result)
-            if self.decided and any(tensor in self.decided for tensor in tensors):
-                self._follow_decided(base, result)
-            return result
+            return self._known(func, base, args, kwargs)
         try:
             return self._abstract(func, base, args, kwargs)
         except NoMeaning:
@@ -168,13 +167,60 @@ class ArithmeticMode(TorchDispatchMode):
             words = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
             raise NoMeaning(f"{func} runs on real numbers alone ({words})") from error
 
-    def _follow_decided(self, base: str, result: Any) -> None:
+    def _known(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
+        """Carry out an operator that has no abstract operand."""
+        result = func(*args, **kwargs)
+        if base in UNINITIALISED and isinstance(result, Tensor):
+            self._mark_uninitialised(result)
+        if self.decided and any(tensor in self.decided for tensor in tensors_in(args, kwargs)):
+            self._follow_decided(func, base, result)
+        if not self.arithmetic.rounds:
+            self._keep_digits(func, args, kwargs, result)
+        return result
+
+    def _follow_decided(self, func: Any, base: str, result: Any) -> None:
         """Note what depends on comparisons, and by which numbers the program goes on."""
         if base in _READS:
             note_branch(self.arithmetic, result)
+        asks = base not in MOVES and not is_view(func) and not self.arithmetic.stabilises
         for tensor in tensors_in(result):
-            if tensor.layout is torch.strided:
-                self.decided.add(tensor)
+            if tensor.layout is not torch.strided:
+                continue
+            self.decided.add(tensor)
+            if asks and tensor.numel() and (tensor.dtype == torch.bool or base in _OF_ALL):
+                # Of one element of many each answer shows; of all together perhaps only one.
+                self._asked[base] += 1
+                for answer in tensor.aminmax():
+                    note_branch(self.arithmetic, answer.item(), f"{base} {self._asked[base]}")
+
+    def _keep_digits(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Compute few known numbers in float64, too, of which float32 loses digits.
+
+        So 1 - 0.9**step is one number for a step in a tensor, and in Python.
+        """
+        if schema(func).is_mutable:
+            for tensor in tensors_in(args, kwargs):
+                self._digits.drop(tensor)
+            return
+        is_single = isinstance(result, Tensor) and result.dtype == torch.float32
+        if not is_single or not 0 < result.numel() <= FEW_NUMBERS or not is_pointwise(func):
+            return
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return  # it would draw twice
+        with without_modes():
+            wide = func(*mapped(self._with_digits, args), **mapped(self._with_digits, kwargs))
+            has_more = wide.dtype == torch.float64 and not torch.equal(wide, result.double())
+        self.arithmetic.has_digits = self.arithmetic.has_digits or has_more
+        if has_more and self.arithmetic.keeps_digits:
+            self._digits.write(result, wide.view(torch.int64))
+
+    def _with_digits(self, leaf: Any) -> Any:
+        """Return a few known numbers in float64, with the digits that they were meant to have."""
+        is_single = isinstance(leaf, Tensor) and leaf.dtype == torch.float32
+        if not is_single or leaf.numel() > FEW_NUMBERS:
+            return leaf
+        value = self._digits.read(leaf)
+        return meant_numbers(leaf) if value is None else value.elements.view(torch.float64)
 
     def _mark_uninitialised(self, tensor: Tensor) -> None:
         """Make uninitialised memory equal to nothing; integers may be sizes, and stay."""
@@ -325,6 +371,8 @@ class ArithmeticMode(TorchDispatchMode):
                 "isneginf": minus,
                 "isposinf": plus,
             }
+            if not arithmetic.stabilises:
+                arithmetic.finite.add(str(call.operator))
             self._know(call.result, answers[base])
         else:
             return False
@@ -345,7 +393,9 @@ class ArithmeticMode(TorchDispatchMode):
     ) -> Call:
         def value_of(leaf: Any) -> Any:
             value = self.shadows.read(leaf) if isinstance(leaf, Tensor) else None
-            return leaf if value is None else value
+            if value is not None:
+                return value
+            return self._with_digits(leaf) if self.arithmetic.keeps_digits else leaf
 
         args, kwargs = mapped(value_of, (tuple(args), dict(kwargs)))
         return Call(func, base, args, kwargs, results)
@@ -546,14 +596,21 @@ class CountReads(TorchFunctionMode):
         return result
 
 
-def note_branch(arithmetic: Arithmetic, number: Any) -> None:
-    """Note a number that a program reads of what was compared, and where it does."""
+def note_branch(arithmetic: Arithmetic, number: Any, asks: str = "") -> None:
+    """Note a number that a program reads of what was compared, and where it does.
+
+    Args:
+        asks: an operator that makes it, and which call of it that is; it may go to ``where``.
+    """
     frame = sys._getframe(1)
+    is_in_graph = False
     while frame.f_back is not None and _is_of_library(frame):
+        is_in_graph = is_in_graph or frame.f_globals.get("__name__") == "torch.fx.interpreter"
         frame = frame.f_back
-    where = "the graph"
-    if not _is_of_library(frame):
+    where = f"the graph ({asks})" if asks else "the graph"
+    if not is_in_graph and not _is_of_library(frame):
         where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        where += f" ({asks.split()[0]})" if asks else ""
     arithmetic.branches.setdefault(where, set()).add(str(number))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from pytest_gtrainer._torch.random_states import without_modes
 from pytest_gtrainer.arithmetic import hashing
 from pytest_gtrainer.arithmetic.base import Arithmetic, Call, Elements, mapped
-from pytest_gtrainer.arithmetic.operators import CASTS
+from pytest_gtrainer.arithmetic.operators import CASTS, ROUND_NOTHING
 from pytest_gtrainer.arithmetic.values import NoMeaning, Value
 from pytest_gtrainer.graph.nodes import tensors_in
 
@@ -28,6 +28,8 @@ class Numbers(Arithmetic):
     input is small, large, of one sign, or near what is given, by chance.
 
     Attributes:
+        is_shaken: the last digit of what each operator computes is another one, by chance. So a
+            program shows how many digits its cancellations leave.
         calls: how many operators have run.
         largest: the largest number of all inputs.
     """
@@ -35,10 +37,14 @@ class Numbers(Arithmetic):
     kind = "numbers"
     rounds = False
 
-    def __init__(self, draw: int = 0) -> None:
+    def __init__(self, draw: int = 0, is_shaken: bool = False, keeps_digits: bool = False) -> None:
         super().__init__(draw)
+        self.is_shaken, self.keeps_digits = is_shaken, keeps_digits
         self.calls = 0
         self.largest = 0.0
+
+    def settings(self) -> tuple[Any, ...]:
+        return (*super().settings(), self.is_shaken)
 
     def of_input(self, name: Any, tensor: Tensor) -> Elements:
         """Write the numbers of a draw to an input, and return its elements.
@@ -110,9 +116,22 @@ class Numbers(Arithmetic):
             found = tensors_in(call.operator(*args, **kwargs))
         except Exception as error:
             raise NoMeaning(f"{call.operator} has no kernel for float64") from error
-        return [
-            each.double().view(torch.int64) if each.is_floating_point() else each for each in found
-        ]
+        results = []
+        for each in found:
+            if each.is_floating_point():
+                each = each.double().view(torch.int64)
+                if self.is_shaken and call.base not in ROUND_NOTHING:
+                    each = _shaken(each, hashing.of_name("digit", call.base))
+            results.append(each)
+        return results
+
+
+def _shaken(elements: Elements, seed: int) -> Elements:
+    """Return numbers with another last digit."""
+    numbers = numbers_of(elements)
+    sign = ((hashing.mix(seed, [elements]) & 2) - 1).double()
+    shaken = numbers * (1 + sign * torch.finfo(torch.float64).eps)
+    return torch.where(shaken.isfinite(), shaken, numbers).view(torch.int64)
 
 
 def numbers_of(elements: Elements) -> Tensor:

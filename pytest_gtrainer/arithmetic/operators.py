@@ -54,7 +54,12 @@ UNINITIALISED = names(
     empty empty_like empty_permuted empty_strided new_empty new_empty_strided
     """
 )
-STABILISED = names("_softmax _log_softmax _safe_softmax logsumexp")
+STABILISED = names(
+    """
+    _softmax _log_softmax _safe_softmax logsumexp _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_flash_attention_for_cpu_backward
+    """
+)
 """Subtract the largest number against overflow: any other would give the same."""
 SOFTMAXES = names("_softmax _log_softmax _safe_softmax")
 """Their results have the order of their operands, row by row."""
@@ -84,6 +89,11 @@ CORRECTLY_ROUNDED = names(
 The result of other pointwise kernels may depend on the shape, where a rest of a vector is computed
 by scalar code.
 """
+
+ROUND_NOTHING = (MOVES | SORTS | CASTS) | names(
+    "abs amax amin ceil clamp clamp_max clamp_min floor maximum minimum neg relu round sign trunc"
+)
+"""They give one of their operands, or its negative, or a whole number."""
 
 BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 """Binary digits of a significand."""

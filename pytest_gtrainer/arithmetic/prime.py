@@ -13,6 +13,7 @@ import math
 import struct
 from collections.abc import Callable
 from fractions import Fraction
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -270,6 +271,15 @@ class Prime:
         return None
 
 
+def meant_numbers(values: Tensor) -> Tensor:
+    """Return numbers in float64, where they are roundings of a decimal or fraction: those."""
+    found = []
+    for value in values.flatten().tolist():
+        meant = _meant_fraction(value) if math.isfinite(value) else None
+        found.append(value if meant is None else float(meant))
+    return torch.tensor(found, dtype=torch.float64).view(values.shape)
+
+
 def key_of_real(numbers: Tensor | float) -> Tensor:
     """Return keys as ``Prime.order_key`` gives them, in the order of finite real numbers.
 
@@ -290,7 +300,7 @@ def _is_near(near: float, value: float) -> bool:
     return abs(near - value) <= allowed
 
 
-def _is_near_in_single(near: float, value: float) -> bool:
+def is_near_in_single(near: float, value: float) -> bool:
     """Return whether a value in single precision is ``near``, rounded."""
     try:
         return bool(struct.unpack("f", struct.pack("f", near))[0] == value)
@@ -298,6 +308,7 @@ def _is_near_in_single(near: float, value: float) -> bool:
         return False
 
 
+@cache
 def _meant_fraction(value: float) -> Fraction | None:
     """Return the fraction or decimal that was rounded to a float; None if there is none.
 
@@ -312,11 +323,11 @@ def _meant_fraction(value: float) -> Fraction | None:
             return Fraction(text)
 
     near = Fraction(value).limit_denominator(64)
-    if _is_near_in_single(float(near), value):
+    if is_near_in_single(float(near), value):
         return near
     for digits in range(1, 6):
         text = f"{value:.{digits}g}"
-        if _is_near_in_single(float(text), value):
+        if is_near_in_single(float(text), value):
             return Fraction(text)
     return None
 
@@ -334,4 +345,4 @@ def _meant_radicand(value: float, degree: int) -> Fraction | None:
 
     near = Fraction(power).limit_denominator(128)
     is_small = near.numerator <= 128
-    return near if is_small and _is_near_in_single(float(near) ** (1 / degree), value) else None
+    return near if is_small and is_near_in_single(float(near) ** (1 / degree), value) else None

@@ -28,6 +28,9 @@ APART = {"identical": 1e-6, "other kernels": 1e-6, "reordered": 1e-6, "rounds el
 _NOISE = 16
 """Roundings of the largest input that are no difference."""
 
+_ROUNDINGS = 8
+"""Times as far as other roundings move one side, both sides may be apart for these."""
+
 _FEWEST, _MOST, _CALLS = 8, 100, 3000
 _OTHER_DRAWS = (2, 5, 8, 11)
 
@@ -48,6 +51,14 @@ class Difference:
     @property
     def agrees(self) -> bool:
         return not self.size > AGREES
+
+    def is_noise(self, roundings: "Difference") -> bool:
+        """Return whether what is left of cancellation may be as far apart.
+
+        Args:
+            roundings: the same sides, each against itself with other last digits.
+        """
+        return self.size <= _ROUNDINGS * roundings.size
 
 
 def largest(differences: Iterable[Difference]) -> Difference:
@@ -98,11 +109,20 @@ def _distance(found: Tensor, wanted: Tensor, noise: float) -> float:
     return float(errors.max() / torch.maximum(finite.abs().max(), errors.max()))
 
 
-def agreement(compare: Callable[[Numbers], Difference], *, decides: bool) -> str:
+Compare = Callable[[Numbers], Difference]
+"""Runs both sides on the numbers of a draw, and compares them on all ranks.
+
+Of numbers that are ``shaken`` it compares each side with itself.
+"""
+
+
+def agreement(compare: Compare, *, decides: bool) -> str:
     """Say how closely both sides agree for the numbers of many draws; "" if they do not.
 
+    A draw of which rounding leaves too few digits says nothing, as one that overflows.
+
     Args:
-        compare: runs both sides on the numbers of a draw, and compares them on all ranks.
+        compare: as above.
         decides: a program compares or chooses. Then small programs run for more draws, since a
             mistake may be in a branch that numbers seldom take.
     """
@@ -112,11 +132,14 @@ def agreement(compare: Callable[[Numbers], Difference], *, decides: bool) -> str
         numbers = Numbers(draw)
         try:
             found = compare(numbers)
+            if not found.agrees and numbers.has_digits:
+                found = compare(Numbers(draw, keeps_digits=True))
+            is_noise = not found.agrees and found.is_noise(compare(Numbers(draw, is_shaken=True)))
         except NoMeaning:
             return ""
-        if not found.agrees:
+        if not found.agrees and not is_noise:
             return ""
-        if not math.isnan(found.size):
+        if not math.isnan(found.size) and not is_noise:
             count += 1
             most = largest([most, found])
         if draw == 1 and decides:
@@ -130,9 +153,7 @@ def agreement(compare: Callable[[Numbers], Difference], *, decides: bool) -> str
     )
 
 
-def contradiction(
-    kind: str, compare: Callable[[Numbers], Difference], *, reads: bool = False
-) -> str:
+def contradiction(kind: str, compare: Compare, *, reads: bool = False) -> str:
     """Say how float64 numbers contradict a kind of equal; "" if they do not.
 
     Args:
@@ -143,7 +164,9 @@ def contradiction(
         numbers = Numbers(draw)
         found = compare(numbers)
         # To bfloat16 a constant such as 0.1 is rounded far away.
-        if found.size > max(APART[kind], 8 * numbers.coarsest * (kind == "rounds elsewhere")):
+        allowed = max(APART[kind], 8 * numbers.coarsest * (kind == "rounds elsewhere"))
+        is_apart = found.size > allowed
+        if is_apart and not found.is_noise(compare(Numbers(draw, is_shaken=True))):
             return (
                 f"{found.result} is {found.size:.0e} apart in float64, though the elements are "
                 "equal: an operator is taken for another one, or no run takes the branch in which "

@@ -63,6 +63,7 @@ _ARITHMETICS: Mapping[str, Sequence[Callable[[], Arithmetic]]] = {
         lambda: Field(casts="identity"),
         lambda: FieldWithExponents(casts="identity"),
         lambda: FieldWithExponents(casts="identity", orders_softmax=False),
+        lambda: FieldWithExponents(casts="identity", keeps_digits=True),
     ],
 }
 """By kind of equal, arithmetics of which one has to find it. The first says where it is not."""
@@ -71,6 +72,8 @@ _ARITHMETICS: Mapping[str, Sequence[Callable[[], Arithmetic]]] = {
 def _may_find_more(arithmetic: Arithmetic, first: Sequence[Run]) -> bool:
     """Return whether an arithmetic may find programs equal that differ in the first one."""
     others = [run.arithmetic for run in first]
+    if arithmetic.keeps_digits:
+        return any(each.has_digits for each in others)
     if isinstance(arithmetic, Field) and not arithmetic.orders_softmax:
         # Each order is possible, so programs that are equal in another one are equal. A softmax
         # that is written by hand is torch's where neither has the order of its operand.
@@ -233,9 +236,7 @@ def _held_to_numbers(
     runs: list[Run] = []
 
     def compare(numbers: Numbers) -> Difference:
-        made = _run_in_numbers(programs, numbers)
-        runs.extend(made)
-        return _difference_in_numbers(programs, made, numbers)
+        return _compare_in_numbers(programs, numbers, runs)
 
     try:
         reads = any(programs[0].gathered(any(run.reads for run in attempt.runs)))
@@ -250,12 +251,27 @@ def _held_to_numbers(
     return _Attempt(reason=reason) if reason else attempt
 
 
-def _run_in_numbers(programs: Sequence[Program], numbers: Numbers) -> list[Run]:
-    return [programs[0].run(copy.deepcopy(numbers)), programs[1].run(numbers)]
+def _compare_in_numbers(
+    programs: Sequence[Program], numbers: Numbers, made: list[Run]
+) -> Difference:
+    """Run both sides on numbers, and return their difference; of each with itself, if shaken.
+
+    The runs are added to ``made``.
+    """
+    if not numbers.is_shaken:
+        runs = [programs[0].run(copy.deepcopy(numbers)), programs[1].run(numbers)]
+        made += runs
+        numbers.has_digits = any(run.arithmetic.has_digits for run in runs)
+        return _difference_in_numbers(programs, runs, numbers)
+    found = []
+    for program in programs:
+        runs = [program.run(Numbers(numbers.seed)), program.run(copy.deepcopy(numbers))]
+        found.append(_difference_in_numbers(programs, runs, runs[0].arithmetic))
+    return largest(found)
 
 
 def _difference_in_numbers(
-    programs: Sequence[Program], runs: Sequence[Run], numbers: Numbers
+    programs: Sequence[Program], runs: Sequence[Run], numbers: Any
 ) -> Difference:
     """Return the largest difference of two runs on any rank."""
     actual, expected = (run.results for run in runs)
@@ -473,6 +489,8 @@ def runs_again(*chances: Chances) -> tuple[tuple[int, int], ...]:
 
 
 _MOST_FOR_ROOTS = 8
+_MOST_LIMITS_OF_FEW = 8
+_ANSWERS = {"True", "False"}
 _LARGEST_KEY = (1 << 62) + (1 << 54)  # above what ``key_of_real`` gives for any number
 
 
@@ -721,11 +739,13 @@ def taken_on_trust(arithmetics: Sequence[Arithmetic], reads: int) -> list[str]:
     meant: set[str] = set()
     chosen: set[str] = set()
     compared: set[str] = set()
+    finite: set[str] = set()
     for arithmetic in arithmetics:
         opaque.update(arithmetic.opaque)
         meant.update(arithmetic.meanings)
         chosen.update(arithmetic.chosen)
         compared.update(arithmetic.never_equal)
+        finite.update(arithmetic.finite)
 
     for noted, says in _TAKEN_ON_TRUST.items():
         if any(getattr(arithmetic, noted) for arithmetic in arithmetics):
@@ -742,15 +762,34 @@ def taken_on_trust(arithmetics: Sequence[Arithmetic], reads: int) -> list[str]:
         )
     if compared:
         found.append(f"no two compared numbers are equal ({', '.join(sorted(compared))})")
+    if finite:
+        found.append(f"abstract numbers are finite ({', '.join(sorted(finite))})")
+    most = max((len(arithmetic.limits) for arithmetic in arithmetics), default=0)
+    if most > _MOST_LIMITS_OF_FEW and any(arithmetic.few for arithmetic in arithmetics):
+        found.append(f"few numbers are compared with {most} limits, and seldom lie between two")
+    return found + _says_branches(arithmetics)
+
+
+def _says_branches(arithmetics: Sequence[Arithmetic]) -> list[str]:
+    """Say where programs have gone on by comparisons, of which not all answers have shown."""
+    found = []
     branches: dict[str, set[str]] = {}
     for arithmetic in arithmetics:
         for where, numbers in arithmetic.branches.items():
             branches.setdefault(where, set()).update(numbers)
-    alike = sorted(where for where, numbers in branches.items() if len(numbers) == 1)
-    if alike:
+    alike = {where for where, numbers in branches.items() if len(numbers) == 1}
+    shown = sorted(where for where in alike if where.partition(" (")[0] not in alike - {where})
+    if shown:
         found.append(
-            f"all {len(AGAIN) + 1} orders take the same branch at {', '.join(alike)}: of the "
+            f"all {len(AGAIN) + 1} orders take the same branch at {', '.join(shown)}: of the "
             "other one nothing is known"
+        )
+    read = {where for where in branches.keys() - alike if " (" not in where}
+    counts = sorted(where for where in read if not branches[where] <= _ANSWERS)
+    if counts:
+        found.append(
+            f"numbers that are read of comparisons at {', '.join(counts)} are those of "
+            f"{len(AGAIN) + 1} orders: of others nothing is known"
         )
     return found
 
@@ -788,17 +827,11 @@ def _equal(
     if failed is not None:
         first = _first_difference(programs, failed[1], failed[2])
         origin = find_origin(programs, failed[0], first, failed[1].arithmetic)
-    unread = []
-    for program in programs:
-        gm = program.gm if isinstance(program, GraphProgram) else None
-        unread.append(len(unread_launches(gm)) if gm is not None else 0)
     assumes = _assumptions(attempt.runs, drawn)
     assumes += says_known(sorted({*programs[0].known(), *programs[1].known()}))
     if attempt.unchecked:
         assumes += (attempt.unchecked,)
-    if unread[0] != unread[1]:
-        many = f"{unread[0]} and {unread[1]} collectives"
-        assumes += (f"nobody reads the results of {many}, and what they cost is not compared",)
+    assumes += _assumed_of_launches(programs)
     return Proof(
         kind,
         compared=_count_results(programs[1], attempt.runs[1]),
@@ -807,6 +840,18 @@ def _equal(
         assumes=assumes,
         seconds=seconds,
     )
+
+
+def _assumed_of_launches(programs: Sequence[Program]) -> tuple[str, ...]:
+    """Name collectives of which one program alone reads no result."""
+    unread = []
+    for program in programs:
+        gm = program.gm if isinstance(program, GraphProgram) else None
+        unread.append(len(unread_launches(gm)) if gm is not None else 0)
+    if unread[0] == unread[1]:
+        return ()
+    many = f"{unread[0]} and {unread[1]} collectives"
+    return (f"nobody reads the results of {many}, and what they cost is not compared",)
 
 
 def _count_results(program: Program, run: Run) -> int:
@@ -851,7 +896,7 @@ def _different(
     if weakest and (first.element is not None or first.says.endswith(KNOWN)):
 
         def compare(numbers: Numbers) -> Difference:
-            return _difference_in_numbers(programs, _run_in_numbers(programs, numbers), numbers)
+            return _compare_in_numbers(programs, numbers, [])
 
         decides = actual.arithmetic.decisions + expected.arithmetic.decisions
         reason = agreement(compare, decides=any(programs[0].gathered(decides)))

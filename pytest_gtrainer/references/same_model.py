@@ -330,6 +330,8 @@ class _Subject:
 
     def in_numbers(self, numbers: Numbers) -> tuple[Difference, str]:
         """Return how far both sides are apart, and what their real losses contradict."""
+        if numbers.is_shaken:
+            return self._roundings(numbers), ""
         found, expected = _run_sides(self.models, self.mesh, numbers)
         if any(made.real.keys() - expected.real.keys() for made in found):
             return Difference(), ""
@@ -340,6 +342,7 @@ class _Subject:
         # The reference has the inputs of all ranks.
         assert isinstance(expected.arithmetic, Numbers)
         largest_input = expected.arithmetic.largest
+        numbers.has_digits = numbers.has_digits or expected.arithmetic.has_digits
         differences = [Difference()]
         for rank, made in enumerate(found):
             own, wanted = made.results(), made.part_of(expected)
@@ -353,6 +356,18 @@ class _Subject:
                 sides.append({(name, rank): numbers_of(side[name]) for name in own})
             differences.append(difference(sides[0], sides[1], largest_input))
         return largest(differences), says
+
+    def _roundings(self, shaken: Numbers) -> Difference:
+        """Return how far each side is from itself with other last digits."""
+        plain = _run_sides(self.models, self.mesh, Numbers(shaken.seed))
+        other = _run_sides(self.models, self.mesh, shaken)
+        differences = []
+        for before, after in zip((*plain[0], plain[1]), (*other[0], other[1]), strict=True):
+            sides: list[dict[tuple[str, None], Tensor]] = []
+            for results in (before.results(), after.results()):
+                sides.append({(name, None): numbers_of(each) for name, each in results.items()})
+            differences.append(difference(sides[0], sides[1], largest_input=0.0))
+        return largest(differences)
 
 
 def _against_numbers(

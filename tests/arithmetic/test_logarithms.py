@@ -1,11 +1,13 @@
 """log is the inverse of exp: losses, online and ring softmax are equal to those of one piece."""
 
+import math
+
 import pytest
 import torch
 
 from pytest_gtrainer import prove
-from pytest_gtrainer.arithmetic.logarithms import exponents_of
-from pytest_gtrainer.arithmetic.prime import ROOT, P
+from pytest_gtrainer.arithmetic.logarithms import exponent_of_logarithm, exponents_of
+from pytest_gtrainer.arithmetic.prime import ROOT, P, Q
 
 F = torch.nn.functional
 INF = float("inf")
@@ -17,6 +19,10 @@ def drawn(*shape):
 
 X, Y = drawn(4, 6), drawn(4, 6) + 1
 ROWS = (drawn(4, 6), drawn(5, 6), drawn(5, 3))
+
+
+def kind(actual, expected):
+    return prove(actual, expected, inputs=(X,)).kind
 
 
 def test_a_number_is_a_power_of_the_root_with_a_sign():
@@ -133,6 +139,63 @@ def test_another_logarithm_differs(name):
     actual, expected = WRONG[name]
     proof = prove(actual, expected, inputs=(X,))
     assert proof.kind in ("another function", "unknown"), str(proof)
+
+
+def wide(function):
+    return lambda x: function(x.float()).to(x.dtype)
+
+
+HYPERBOLIC = {
+    "tanh": (torch.tanh, lambda x: 2 * torch.sigmoid(2 * x) - 1, lambda x: torch.sigmoid(2 * x)),
+    "a quotient": (lambda x: x.sinh() / x.cosh(), torch.tanh, torch.sin),
+    "asinh": (torch.asinh, lambda x: (x + (x * x + 1).sqrt()).log(), torch.acosh),
+    "acosh": (torch.acosh, lambda x: (x + (x * x - 1).sqrt()).log(), torch.asinh),
+    "atanh": (torch.atanh, lambda x: (torch.log1p(x) - torch.log1p(-x)) / 2, torch.tanh),
+    "in place": (lambda x: x.clone().tanh_(), lambda x: -torch.tanh(-x), lambda x: torch.tanh(-x)),
+    "a gradient": (
+        with_gradient(torch.tanh),
+        with_gradient(lambda x: 1 - 2 / (1 + torch.exp(2 * x))),
+        with_gradient(torch.atan),
+    ),
+    "a narrow dtype": (
+        lambda x: wide(torch.tanh)(x.bfloat16()),
+        lambda x: (2 * torch.sigmoid(2 * x.bfloat16().float()) - 1).bfloat16(),
+        lambda x: 2 * torch.sigmoid(2 * x.bfloat16()) - 1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HYPERBOLIC)
+def test_hyperbolic_functions_are_made_of_exponentials(name):
+    actual, expected, twin = HYPERBOLIC[name]
+    assert kind(actual, expected) == "reordered"
+    assert kind(twin, expected) not in ("identical", "other kernels", "reordered")
+
+
+def test_narrow_dtypes_round_a_hyperbolic_function_once():
+    for function in (torch.tanh, torch.expm1):
+        assert kind(lambda x: wide(function)(x.bfloat16()), lambda x: function(x.bfloat16())) in (  # noqa: B023
+            "other kernels",
+            "reordered",
+        )
+
+
+def entropy_of_squashed(x, two=2):
+    return two * (math.log(two) - x - F.softplus(-2 * x))
+
+
+def test_the_logarithm_of_a_constant_is_one():
+    """Of actions that tanh squashes; for large numbers float64 has no digits of the first form."""
+    assert kind(lambda x: (1 - torch.tanh(x) ** 2).log(), entropy_of_squashed) == "rounds elsewhere"
+    other = kind(lambda x: (1 - torch.tanh(x) ** 2).log(), lambda x: entropy_of_squashed(-x) + 1)
+    assert other == "another function"
+    for number in (2, 10, 999):
+        for value in (math.log(number), torch.tensor(math.log(number)).item()):
+            exponent, sign = exponents_of(torch.tensor([number]))
+            assert exponent_of_logarithm(value) == (None if int(sign) else int(exponent))
+            assert exponent_of_logarithm(-value) == (None if int(sign) else Q - int(exponent))
+    for value in (0.0, math.log(2) + 1e-12, 0.7, 12.0, INF, float("nan")):
+        assert exponent_of_logarithm(value) is None
 
 
 def test_attention_in_parts_is_that_of_one_piece():

@@ -127,7 +127,12 @@ def test_what_arithmetic_knows_is_proven(name):
 
 
 AGREE = {
-    "another function of exp": (lambda x: torch.tanh(x / 2) / 2 + 0.5, torch.sigmoid, X),
+    "sines, of which a cosine near 1 leaves no digits": (
+        lambda x: x.sin() ** 2,
+        lambda x: 1 - x.cos() ** 2,
+        X,
+    ),
+    "a sum of large numbers": (lambda x: x + x.sin() ** 2 - x, lambda x: 1 - x.cos() ** 2, X),
     "the larger of two": (
         lambda x: torch.maximum(x, 0.25 * x),
         lambda x: F.leaky_relu(x, 0.25),
@@ -146,6 +151,58 @@ def test_numbers_that_agree_are_no_other_function(name):
     assert "this arithmetic does not know that they are equal" in str(proof)
 
 
+def corrected(beta, step):
+    return lambda x: x / (1 - beta**step)
+
+
+THREE = torch.tensor(3.0)
+DIGITS = {
+    "a step": (corrected(0.9, THREE), corrected(0.9, 3), corrected(0.9, 4)),
+    "a hundredth step": (
+        corrected(0.999, 100 * THREE),
+        corrected(0.999, 300),
+        corrected(0.99, 300),
+    ),
+    "steps": (
+        lambda x: x / (1 - 0.95 ** torch.arange(1.0, 7)),
+        lambda x: torch.stack([x[:, at] / (1 - 0.95 ** (at + 1)) for at in range(6)], 1),
+        lambda x: x / (1 - 0.95 ** torch.arange(2.0, 8)),
+    ),
+    "a view": (
+        lambda x: x * (1 - 0.95 ** torch.arange(1.0, 7))[2:].sqrt()[0],
+        lambda x: x * (1 - 0.95**3) ** 0.5,
+        lambda x: x * (1 - 0.95**2) ** 0.5,
+    ),
+    "decays in tensors": (
+        lambda x: x * torch.tensor([0.9]) ** torch.arange(6),
+        lambda x: x * torch.tensor([0.9**place for place in range(6)]),
+        lambda x: x * torch.tensor([0.9 ** (place + 1) for place in range(6)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIGITS)
+def test_what_a_program_computes_of_constants_in_float32_has_their_digits(name):
+    """Optimisers have the step in a tensor, or in Python."""
+    actual, expected, twin = DIGITS[name]
+    for first, second in ((actual, expected), (expected, actual)):
+        assert prove(first, second, inputs=(X,)).kind == "rounds elsewhere"
+    assert prove(actual, twin, inputs=(X,)).kind == "another function"
+
+
+def test_digits_are_lost_where_a_number_is_written_over():
+    def written(x):
+        correction = 1 - 0.9**THREE
+        correction.mul_(2)
+        return x / correction
+
+    proof = prove(written, lambda x: x / (1 - 0.9**3), inputs=(X,))
+    assert proof.kind == "another function"
+    many = torch.arange(17.0)
+    unknown = prove(lambda x: x * (0.9**many)[3], lambda x: x * 0.9**3, inputs=(X,))
+    assert not unknown.is_at_least("reordered")
+
+
 def rms(eps, after=False):
     def norm(x):
         square = (x * x).mean(-1, keepdim=True)
@@ -162,6 +219,7 @@ SMALL = {
     "a factor": (lambda x: x.relu() * (1 + 2**-30), lambda x: x.relu()),
     "an eps": (rms(1e-12), rms(2e-12)),
     "an eps that moves": (rms(1e-12), rms(1e-12, after=True)),
+    "a factor of sines": (lambda x: x.sin() ** 2, lambda x: (1 - x.cos() ** 2) * (1 + 1e-9)),
     "a rare branch": (rare(1000), lambda x: x * 1),
     "a rare branch of all": (
         lambda x: torch.where((x > 3).all(), x * 2, x),

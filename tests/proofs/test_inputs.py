@@ -369,6 +369,68 @@ def test_a_branch_that_no_run_takes_is_named():
     assert "the same branch" not in str(both)
 
 
+def some_limits(x, swapped):
+    limits = [0.5 + place / 10 for place in range(12)]
+    if swapped:
+        limits[3:5] = limits[4:2:-1]
+    parts = [torch.where(x > limit, place * x, 0) for place, limit in enumerate(limits)]
+    return torch.stack(parts).sum(0)
+
+
+OF_ALL = {
+    "all": lambda x, y: torch.where((x > y).all(), x, y),
+    "any of a row": lambda x, y: torch.where((x > y).any(-1, keepdim=True), y, x) - x + y,
+    "a count": lambda x, y: torch.where((x > y).sum() == 24, x, y),
+    "a product": lambda x, y: y + (x > y).float().prod() * x,
+    "a largest place": lambda x, y: torch.where((x > y).int().argmax() == 23, x, y),
+    "a number that is read": lambda x, y: x if (x > y).sum().item() == 24 else y * 1,
+    "a list": lambda x, y: x if (x > y).sum().tolist() == 24 else y * 1,
+    "equal": lambda x, y: x if torch.equal(x, y) else y * 1,
+    "allclose": lambda x, y: x if torch.allclose(x, y) else y * 1,
+    "a number that is none": lambda x, y: torch.where(x.isnan(), x, y),
+    "an infinity": lambda x, y: torch.where(x.isinf().any(), x, y),
+    "twelve limits": lambda x, y: y + some_limits(x[0, 0], True) - some_limits(x[0, 0], False),
+}
+
+
+@pytest.mark.second_tier("twelve limits", "a largest place", "a list")
+@pytest.mark.parametrize("name", OF_ALL)
+def test_what_depends_on_all_elements_together_is_named(name):
+    """No run makes all of them larger; the other side never asks."""
+    x, y = torch.randn(4, 6), torch.randn(4, 6)
+    proof = prove(OF_ALL[name], lambda x, y: y * 1, inputs=(x, y))
+    named = [each for each in proof.assumes if not each.startswith("no two compared")]
+    assert named or not proof.is_at_least("rounds elsewhere"), str(proof)
+
+
+def test_in_a_graph_each_question_is_named_by_itself():
+    def asks(x, y):
+        return torch.where((x > y).all(), x, y) + torch.where((x[0, 0] > y[0, 0]).all(), x, y)
+
+    inputs = torch.randn(4, 6), torch.randn(4, 6)
+    proof = prove(make_fx(asks)(*inputs), make_fx(asks)(*inputs), inputs=inputs)
+    assert "the same branch at the graph (all 1):" in str(proof)
+    each = prove(lambda x, y: x.where((x > y) & (x > 0), y), lambda x, y: x, inputs=inputs)
+    assert not each.is_at_least("rounds elsewhere")
+    seen = prove(
+        lambda x: x.where((x > 1) & (x < 2), 0),
+        lambda x: x.where((x > 1) & (x < 2), 0),
+        inputs=(X,),
+    )
+    assert "the same branch" not in str(seen)
+
+
+def test_what_attention_asks_of_its_mask_is_no_question_of_the_program():
+    def attend(x):
+        mask = torch.arange(4) < torch.tensor([[1], [2], [3], [0]])
+        x = x[None, None].requires_grad_()
+        loss = F.scaled_dot_product_attention(x, x, x, attn_mask=mask).sum()
+        return torch.autograd.grad(loss, x)
+
+    proof = prove(attend, lambda x: attend(x + 0 * x), inputs=(torch.randn(4, 6),))
+    assert not proof.assumes
+
+
 def less(x):
     return x * 2 if x[0, 0] < x[1].sum() else x * 1
 

@@ -306,6 +306,8 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
     """Return the operands that the node's operator writes to."""
     written: list[fx.Node] = []
     if isinstance(node.target, OpOverload):
+        if not schema(node.target).is_mutable:
+            return written  # as most: to look at each argument costs more
         for argument, given in arguments_given(node):
             if argument.is_write:
                 fx.node.map_arg(given, written.append)

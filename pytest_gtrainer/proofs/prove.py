@@ -48,6 +48,7 @@ from pytest_gtrainer.proofs.programs import (
     Run,
 )
 from pytest_gtrainer.proofs.proof import KINDS, AnotherFunction, Place, Proof
+from pytest_gtrainer.proofs.structure import prove_by_structure
 from pytest_gtrainer.worlds.simulate import AnyWorld, net_of_any
 from pytest_gtrainer.worlds.spec import World
 
@@ -116,8 +117,37 @@ def prove(
             a world, or a world for callables.
     """
     programs, drawn = _programs(actual, expected, inputs, world)
+    check_kind(at_least)
+    proof = _identical_by_structure(programs, world)
+    if proof is not None:
+        return proof
     alike = _one_rank_for_all(programs, is_drawn=inputs is None)
     return prove_programs(programs, alike=alike, drawn=drawn, at_least=at_least)
+
+
+def _identical_by_structure(programs: Sequence[Program], world: AnyWorld | None) -> Proof | None:
+    """Return a proof of two large graphs of which only a part has to run; None if all has to."""
+    graphs = []
+    for program in programs:
+        if not isinstance(program, GraphProgram) or isinstance(program, GraphOnRanks):
+            return None
+        graphs.append(program.gm)
+
+    def prove_parts(parts: Sequence[fx.GraphModule]) -> Proof:
+        own, drawn = _programs(parts[0], parts[1], None, world)
+        alike = _one_rank_for_all(own, is_drawn=True)
+        return prove_programs(own, alike=alike, drawn=drawn, at_least="identical")
+
+    begun = time.perf_counter()
+    proof = prove_by_structure(graphs, prove_parts)
+    if proof is None:
+        return None
+    ranks = 1 if world is None else net_of_any(world).size
+    results = len(graphs[1].graph.output_node().all_input_nodes)
+    results += world is None  # their structure
+    seconds = {"identical": time.perf_counter() - begun}
+    assumes = _assumed_of_launches(programs) + proof.assumes
+    return replace(proof, compared=ranks * results, seconds=seconds, assumes=assumes)
 
 
 def prove_at_once(actual: Any, expected: Any, kind: str, *, world: AnyWorld | None = None) -> Proof:

@@ -1,0 +1,221 @@
+"""Prove two large graphs identical by running only what they do not share.
+
+Calls of one operator on equal arguments have equal values, whatever these are. So every node gets
+a number before anything runs, the same for equal calls in both graphs. Results of equal numbers are
+equal. Of other results both graphs are followed back in step, as long as both call one operator
+with the same settings. Where they do not, they part: there a part of each runs, whose inputs are
+the values that both graphs make. As these inputs stand for any numbers, parts that are identical
+are identical in the graphs.
+
+That finds nothing but "identical". Where it does not, or where a graph writes to memory, draws
+random numbers, or has modules inside, the whole graphs have to run. It costs a few microseconds a
+node.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from pytest_gtrainer._torch.values import OpOverload
+from pytest_gtrainer.arithmetic.operators import UNINITIALISED, base_name
+from pytest_gtrainer.graph.collectives import launches
+from pytest_gtrainer.graph.nodes import is_random, leaves_of, mutates, value_of
+from pytest_gtrainer.proofs.proof import Proof
+
+FEWEST_NODES = 2000
+"""Smaller graphs run as they are, in a second, and say more of what they take for granted."""
+
+_LARGEST_PART = 0.25
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class _RunsAsAWhole(Exception):
+    """A graph has something of which its nodes do not say what it does."""
+
+
+@dataclass(slots=True)
+class _Numbered:
+    """A graph whose nodes have numbers.
+
+    Attributes:
+        numbers: equal for equal calls, also of another graph that has the same ``table``.
+        abstract: nodes that depend on an input with floating-point numbers, by operators on such.
+    """
+
+    gm: fx.GraphModule
+    numbers: dict[fx.Node, int] = field(default_factory=dict)
+    abstract: set[fx.Node] = field(default_factory=set)
+
+    @property
+    def output(self) -> fx.Node:
+        return self.gm.graph.output_node()
+
+    @property
+    def results(self) -> list[fx.Node]:
+        return self.output.all_input_nodes
+
+
+def prove_by_structure(
+    graphs: Sequence[fx.GraphModule], prove_parts: Callable[[Sequence[fx.GraphModule]], Proof]
+) -> Proof | None:
+    """Return a proof that two graphs are identical, or None: then they have to run.
+
+    Args:
+        prove_parts: proves two graphs, which take floating-point tensors, to be identical.
+    """
+    takes = {len(gm.graph.find_nodes(op="placeholder")) for gm in graphs}
+    names = {str(gm.graph.output_node().meta.get("gt_outputs")) for gm in graphs}
+    if len(takes) > 1 or len(names) > 1 or min(len(gm.graph.nodes) for gm in graphs) < FEWEST_NODES:
+        return None
+    table: dict[Any, int] = {}
+    try:
+        sides = [_number(gm, table) for gm in graphs]
+        if not all(_says_something(side) for side in sides):
+            return None
+        pairs = list(_where_they_part(*sides))
+        if not pairs:
+            return Proof("identical")
+        shared = set(sides[0].numbers.values()) & set(sides[1].numbers.values())
+        parts = []
+        for place, side in enumerate(sides):
+            parts.append(_Part(side, [pair[place] for pair in pairs], shared))
+        if any(len(part.nodes) > _LARGEST_PART * len(part.side.numbers) for part in parts):
+            return None
+        inputs = parts[0].inputs | parts[1].inputs
+        proof = prove_parts([part.as_graph(inputs) for part in parts])
+    except (_RunsAsAWhole, ValueError):  # an input that nobody can make up
+        return None
+    return proof if proof.kind == "identical" else None
+
+
+def _number(gm: fx.GraphModule, table: dict[Any, int]) -> _Numbered:
+    """Give every node a number, which ``table`` has for its call."""
+    side = _Numbered(gm)
+    inputs = 0
+    for node in gm.graph.nodes:
+        key: Any = (node.op, node.target, _call(node, side.numbers))
+        if node.op == "placeholder":
+            key, inputs = ("input", inputs), inputs + 1
+        elif node.op != "output" and not _is_function(node):
+            raise _RunsAsAWhole
+        elif _is_unwritten(node):
+            key = object()  # memory that nobody has written equals no other
+        side.numbers[node] = table.setdefault(key, len(table))
+        before = any(each in side.abstract for each in node.all_input_nodes)
+        if _is_float(node) and (before or node.op == "placeholder"):
+            side.abstract.add(node)
+        elif before and not isinstance(value_of(node), Tensor):
+            side.abstract.add(node)  # several results
+    return side
+
+
+def _call(node: fx.Node, numbers: dict[fx.Node, int] | None) -> Any:
+    """Return all that a call depends on, as a key; without ``numbers`` all operands are alike."""
+
+    def spelled(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return ("node", -1 if numbers is None else numbers[argument])
+        if isinstance(argument, list | tuple):
+            return (type(argument).__name__, *map(spelled, argument))
+        if argument is None or isinstance(argument, _PLAIN):
+            return (type(argument).__name__, repr(argument))  # -0.0 equals 0.0, and 1 equals True
+        raise _RunsAsAWhole
+
+    keywords = [(name, spelled(node.kwargs[name])) for name in sorted(node.kwargs)]
+    return spelled(node.args), tuple(keywords)
+
+
+def _is_function(node: fx.Node) -> bool:
+    """Return whether a node computes its value from its arguments, and does nothing else."""
+    if node.op != "call_function":
+        return False
+    if node.target == operator.getitem:
+        return True
+    return isinstance(node.target, OpOverload) and not (mutates(node) or is_random(node))
+
+
+def _is_unwritten(node: fx.Node) -> bool:
+    """Return whether a node returns memory that nobody has written."""
+    return isinstance(node.target, OpOverload) and base_name(node.target) in UNINITIALISED
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = value_of(node)
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return False
+    count = value.numel()
+    if not isinstance(count, int):
+        raise _RunsAsAWhole  # a symbolic size
+    return count > 0
+
+
+def _says_something(side: _Numbered) -> bool:
+    return any(_is_float(node) and node in side.abstract for node in side.results)
+
+
+def _where_they_part(actual: _Numbered, expected: _Numbered) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the pairs of values that have to be equal, so that all results are."""
+    todo = [(actual.output, expected.output)]
+    seen = set(todo)
+    while todo:
+        first, second = todo.pop()
+        if actual.numbers[first] == expected.numbers[second]:
+            continue
+        is_one_call = (first.op, first.target) == (second.op, second.target)
+        is_one_call = is_one_call and first.op != "placeholder" and not _is_unwritten(first)
+        if is_one_call and _call(first, None) == _call(second, None):
+            operands = zip(_operands(first), _operands(second), strict=True)
+            for pair in operands:
+                if pair not in seen:
+                    seen.add(pair)
+                    todo.append(pair)
+        elif first.op == "output":
+            raise _RunsAsAWhole
+        else:
+            yield first, second
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    keywords = [node.kwargs[name] for name in sorted(node.kwargs)]
+    return [leaf for leaf in leaves_of([node.args, keywords]) if isinstance(leaf, fx.Node)]
+
+
+class _Part:
+    """The nodes of a graph that make ``results`` of values that both graphs make."""
+
+    def __init__(self, side: _Numbered, results: Sequence[fx.Node], shared: set[int]) -> None:
+        self.side, self.results = side, results
+        self.nodes: set[fx.Node] = set()
+        self.inputs: dict[int, Tensor] = {}
+        todo = list(results)
+        while todo:
+            node = todo.pop()
+            number = side.numbers[node]
+            # What is launched stays with its wait, and constants with what reads them.
+            may_be_input = _is_float(node) and node in side.abstract and not launches(node.target)
+            if number in shared and may_be_input:
+                self.inputs[number] = value_of(node)
+            elif node.op == "placeholder" or not isinstance(value_of(node), Tensor | list | tuple):
+                raise _RunsAsAWhole  # whole numbers, or those that it reads, stay what they are
+            elif node not in self.nodes:
+                self.nodes.add(node)
+                todo += node.all_input_nodes
+
+    def as_graph(self, inputs: dict[int, Tensor]) -> fx.GraphModule:
+        """Return the part as a graph of these inputs."""
+        graph = fx.Graph()
+        made: dict[int, fx.Node] = {}
+        for number in sorted(inputs):
+            made[number] = graph.placeholder(f"value_{number}")
+            made[number].meta["val"] = inputs[number]
+        numbers = self.side.numbers
+        for node in self.side.gm.graph.nodes:
+            if node in self.nodes:
+                copied = graph.node_copy(node, lambda each: made[numbers[each]])
+                made[numbers[node]] = copied
+        graph.output(tuple(made[numbers[node]] for node in self.results))
+        return fx.GraphModule(torch.nn.Module(), graph)

@@ -44,11 +44,17 @@ def seen_by(pytester: pytest.Pytester, tests: int, *args: str) -> tuple[set[str]
 
 def more_calls(few: dict[str, int], many: dict[str, int]) -> dict[str, int]:
     """Return our hooks that a run with one test more calls more often."""
-    # Hooks of collection are called for files, of which the first run leaves some.
-    more = {name: many[name] - few.get(name, 0) for name in many if "collect" not in name}
+    more = {name: many[name] - few.get(name, 0) for name in many.keys() - HOOKS_OF_FILES}
     return {name: calls for name, calls in more.items() if calls}
 
 
+# Called for files and folders, of which the first run leaves some.
+HOOKS_OF_FILES = {
+    "pytest_ignore_collect",
+    "pytest_collectstart",
+    "pytest_make_collect_report",
+    "pytest_collectreport",
+}
 HOOKS_OF_OURS = {
     "pytest_runtest_protocol": 5,
     "pytest_runtest_logstart": 1,

@@ -125,6 +125,7 @@ def test_a_load_in_the_middle_of_a_run(tmp_path):
         assert not others
 
 
+@pytest.mark.second_tier("LBFGS")
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adam])
 def test_a_closure_runs_the_backward_within_the_step(tmp_path, kind):
     """The first step of a resumed run has what each step of a whole run has."""
@@ -201,6 +202,7 @@ def test_inputs_and_roots_without_values(tmp_path, capsys):
     assert not capsys.readouterr().err
 
 
+@pytest.mark.second_tier
 def test_a_group_that_is_added_late_and_a_module_that_is_wrapped_late(tmp_path):
     def train(folder, wrapped):
         model, optimizer = made()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import pytest_gtrainer
+from pytest_gtrainer import doctor
 from pytest_gtrainer.__main__ import main
 from pytest_gtrainer.doctor import Topic, exists, read_topic, topics
 
@@ -140,6 +141,7 @@ def test_the_documentation_shows_every_topic(topic: Topic):
         "torch.distributed.distributed_c10d:_world.pg_map",
         "torch.backends.opt_einsum.strategy",  # it is None
         "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._orig_size",  # of instances
+        "torch.nn:Linear._forward_pre_hooks",  # of instances, set by a base class
     ],
 )
 def test_a_name_is_found_wherever_it_is_set(name: str):
@@ -168,3 +170,23 @@ def test_names_are_read_in_the_source(tmp_path: Path):
     }
     assert topic.optional == {"torch:newer"}
     assert set(topic.missing()) == {"torch.fx:gone", "torch.fx:Graph._away", "torch.fx:_lost"}
+
+
+@pytest.mark.parametrize("missing", [(), (0,), (1,), (2,), (0, 2), (0, 1, 2)])
+def test_each_topic_counts_wherever_it_stands(missing, monkeypatch):
+    """Names that are looked up when they are used: everything imports without them."""
+    names = ("os:path", "os:getcwd")
+    found = []
+    for place in range(3):
+        own = (*names, "os:gone") if place in missing else names
+        found.append(Topic(f"topic{place}", "A title", own))
+    monkeypatch.setattr(doctor, "topics", lambda: found)
+    monkeypatch.setattr(doctor, "parts_that_do_not_import", dict)
+    text, in_order = doctor.report()
+    assert in_order == (not missing)
+    assert text.endswith("Everything is in order.") == in_order
+    for place in range(3):
+        line = f"in order     topic{place:<11}2 of 2    A title\n"
+        if place in missing:
+            line = f"out of order topic{place:<11}2 of 3    A title\n{'':13}os.gone: missing\n"
+        assert line in text

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from pytest_gtrainer import options
 from pytest_gtrainer.plugin import USED_LATER
 
 
@@ -90,3 +91,22 @@ def test_a_run_that_runs_pytest_inside_imports_them_all(pytester: pytest.Pyteste
     """The twin: such a run forgets modules, and classes of messages must stay the same."""
     modules, _ = seen_by(pytester, 1, "-p", "pytester")
     assert {f"pytest_gtrainer.{name}" for name in USED_LATER} <= modules
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [(("1", "true", "Yes", "on", "On"), True), (("0", "false", "No", "off", "Off"), False)],
+)
+def test_a_flag_with_a_choice_takes_the_words_of_every_flag(
+    pytester: pytest.Pytester, words: tuple[str, ...], value: bool
+):
+    for word in words:
+        pytester.makeini(f"[pytest]\ngt_fresh_ranks = {word}\n")
+        assert options.get(pytester.parseconfig(), "fresh-ranks") is value, word
+
+
+@pytest.mark.parametrize("word", ["on-failure", " On-Failure "])
+def test_a_flag_with_a_choice_takes_it_in_the_ini_file(pytester: pytest.Pytester, word: str):
+    pytester.makeini(f"[pytest]\ngt_fresh_ranks = {word}\n")
+    assert options.get(pytester.parseconfig(), "fresh-ranks") == "on-failure"
+    assert options.get(pytester.parseconfig("--gt-fresh-ranks"), "fresh-ranks") is True

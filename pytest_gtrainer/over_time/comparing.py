@@ -631,7 +631,7 @@ def _sizes(runs: tuple[Run, Run], differences: list[Difference]) -> list[str]:
             continue
         factor = float(a @ b) / norm**2
         if float((b - factor * a).norm()) < _ONE_FACTOR * change:
-            by_factor.setdefault(f"{factor:.4g}", []).append(difference.name)
+            by_factor.setdefault(_spelled_factor(factor), []).append(difference.name)
         else:
             changes.append((change / norm, difference.name))
 
@@ -644,6 +644,19 @@ def _sizes(runs: tuple[Run, Run], differences: list[Difference]) -> list[str]:
         sizes = ", ".join(f"{name} {size:.2g}" for size, name in largest)
         lines.append(f"changes in norms of A, the largest: {sizes}")
     return lines
+
+
+def _spelled_factor(factor: float) -> str:
+    """Spell a factor; of one near 1, as of weight decay, two digits of how far it is from 1.
+
+    >>> _spelled_factor(0.12345), _spelled_factor(1.2), _spelled_factor(1 - 1.04e-5)
+    ('0.1235', '1.2', '0.99999')
+    """
+    text = f"{factor:.4g}"
+    if text == "1":
+        distance = float(f"{factor - 1:.2g}")
+        text = f"{1 + distance:.12g}"
+    return text
 
 
 def whole_of(values: Values) -> Any:

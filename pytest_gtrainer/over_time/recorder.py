@@ -197,14 +197,16 @@ class Recorder:
                 # Before the hook of FSDP2, which puts other parameters into the module.
                 handles.append(module.register_forward_pre_hook(enter, prepend=True))
                 handles.append(module.register_forward_hook(leave, with_kwargs=True))
+            is_chosen = False
             for pattern in self.activations:
                 # Patterns are written for the model, whatever it is wrapped into.
                 names = name, normalised(name)
                 if any(fnmatch.fnmatchcase(each, pattern) for each in names):
                     missed.discard(pattern)
-                    hook = _HookOfModule(partial(self._activation, name))
-                    handles.append(module.register_forward_hook(hook))
-                    break
+                    is_chosen = True
+            if is_chosen:
+                hook = _HookOfModule(partial(self._activation, name))
+                handles.append(module.register_forward_hook(hook))
         self._until_stop(handles)
         handles = [model.register_load_state_dict_post_hook(_HookOfModule(self._loaded))]
         for optimizer in self.optimizers:

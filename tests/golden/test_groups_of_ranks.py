@@ -140,3 +140,20 @@ def test_on_real_ranks(tmp_path):
     assert "rank 2 has [2, 3], and its member rank 3 has [1, 3]" in run["test_group[wrong]"].message
     [golden] = (tmp_path / "golden").rglob("*.fxgraph")
     assert header.read(golden.read_text())["groups"].endswith("[0, 3] [1, 2]")
+
+
+@pytest.mark.parametrize(
+    ("golden", "obtained"), [("a = [0] [1]", "a = [1] [0]"), ("", "a = [0] [1]"), ("a = [0]", "")]
+)
+def test_other_groups_of_other_ranks_are_named_on_the_side_that_has_them(golden, obtained):
+    texts = []
+    for groups in (golden, obtained):
+        field = f"# groups: {groups}\n" if groups else ""
+        texts.append(f"# gtrainer graph v2\n{field}if out:\n  yield 1\n")
+    default = "those that follow from the first rank's group"
+    found = judge("graph", *texts)
+    assert (found.outcome, found.reasons) == (
+        "different",
+        f"process groups of all ranks: the golden has {golden or default}, "
+        f"obtained {obtained or default}",
+    )

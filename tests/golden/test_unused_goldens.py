@@ -2,9 +2,14 @@
 them.
 """
 
+import itertools
 import os
+from pathlib import PurePosixPath
+from types import SimpleNamespace
 
 import pytest
+
+from pytest_gtrainer.golden.unused import UnusedGoldens
 
 SOURCE = """
 import pytest
@@ -381,6 +386,23 @@ def test_workers_together_tell_it_once(run, put_goldens, goldens):
         ["goldens   3 equal, 5 removed", *(f"removed golden/{name}" for name in UNUSED)]
     )
     assert (result.ret, sorted(goldens())) == (0, sorted(USED))
+
+
+@pytest.mark.parametrize("order", itertools.permutations(("ab", "bc", "abcd")))
+def test_a_golden_that_one_worker_has_collected_has_a_test(pytester, order):
+    goldens = SimpleNamespace(modes=SimpleNamespace(unused="fail"), late_facts=[])
+    plugin = UnusedGoldens(pytester.parseconfig(), goldens)
+    files = [PurePosixPath(f"golden/test_it/{name}.txt") for name in "abcd"]
+    for number, names in enumerate(order):
+        unowned = [f"golden/test_it/{name}.txt" for name in names]
+        node = SimpleNamespace(
+            workeroutput={"gt_unowned_goldens": unowned}, gateway=SimpleNamespace(id=f"gw{number}")
+        )
+        plugin.pytest_testnodedown(node, None)
+    assert plugin._unused(files) == {files[1]}
+    assert plugin._reason_of_cut(0) is None
+    plugin.pytest_testnodedown(SimpleNamespace(gateway=SimpleNamespace(id="gw3")), None)
+    assert plugin._reason_of_cut(0) == "worker gw3 has died"
 
 
 @pytest.mark.second_tier

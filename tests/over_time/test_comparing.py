@@ -1,15 +1,18 @@
 """Two records: what is said before the first difference, and what cannot be compared."""
 
+import itertools
 import json
+import re
 import shutil
+import struct
 
 import pytest
 import torch
 from torch import nn
 
 from pytest_gtrainer import record_training
-from pytest_gtrainer.over_time.comparing import whole_of
-from pytest_gtrainer.over_time.files import Entry
+from pytest_gtrainer.over_time.comparing import compare_runs, whole_of
+from pytest_gtrainer.over_time.files import FORMAT, VERSION, Entry, read_run
 from tests.over_time.test_recording import train
 from tests.over_time.trainers import compare
 
@@ -68,11 +71,19 @@ def test_no_record_at_all(records, tmp_path, capsys):
     assert (status, printed) == (2, f"{tmp_path} holds no record: no file rank0.jsonl\n")
 
 
-def test_a_record_that_was_cut_is_compared_as_far_as_it_goes(records, tmp_path, capsys):
-    cut = edited(records / "a", tmp_path / "b", lambda lines: [*lines[:2], lines[2][:70]])
-    status, printed = compare(capsys, records / "a", cut)
+@pytest.mark.parametrize("sides", ["A", "B", "AB"])
+def test_a_record_that_was_cut_is_compared_as_far_as_it_goes(records, tmp_path, capsys, sides):
+    folders = []
+    for side in "AB":
+        folder = records / "a"
+        if side in sides:
+            folder = edited(folder, tmp_path / side, lambda lines: [*lines[:2], lines[2][:70]])
+        folders.append(folder)
+    status, printed = compare(capsys, *folders)
     assert status == 1
-    assert "B: rank 0 was cut after step 0: its last line is missing" in printed
+    for side in "AB":
+        cut = f"{side}: rank 0 was cut after step 0: its last line is missing"
+        assert (cut in printed) == (side in sides)
     assert "equal: " in printed
 
 
@@ -280,6 +291,12 @@ def test_rows_are_counted():
     assert of(["a", "b"]) == of(["a"], ["b"]) == of(["b", "a"], ["a", "b"]) != of(["a"], ["a"])
     assert of(["a", "b"]) != of(["a", "b"], ["b"])
 
+    # A row that comes m times for n of another one: the batch is known by that ratio.
+    numbers = range(1, 7)
+    for a, b, c, d in itertools.product(numbers, repeat=4):
+        is_same = a * d == b * c
+        assert (of(["x"] * a, ["y"] * b) == of(["x"] * c + ["y"] * d)) == is_same, (a, b, c, d)
+
 
 def test_calls_that_one_rank_lacks_are_no_whole():
     def part(offset):
@@ -287,6 +304,92 @@ def test_calls_that_one_rank_lacks_are_no_whole():
 
     assert whole_of({0: [part(0)], 1: [part(2)]}) is not None
     assert whole_of({0: [part(0), part(0)], 1: [part(2)]}) is None
+
+
+def test_parts_of_a_tensor_are_its_whole_if_replicas_agree_and_nothing_is_missing():
+    def part(number, offset, size=2):
+        return [Entry((f"{number:x}",), "f32", (4,), ((offset,), (size,)))]
+
+    whole = whole_of({0: part(1, 0), 1: part(2, 2)})
+    assert whole == whole_of({0: part(2, 2), 1: part(2, 2), 2: part(1, 0)})
+    assert whole == whole_of({0: part(3, 0, 4)})
+    assert whole == whole_of({0: part(2**64 - 1, 0), 1: part(4, 2)})
+    assert whole != whole_of({0: part(1, 0), 1: part(3, 2)})
+    for wrong in (part(7, 2), part(2, 0)):
+        for ranks in itertools.permutations([part(1, 0), part(2, 2), wrong]):
+            assert whole_of(dict(enumerate(ranks))) is None
+    assert whole_of({0: part(1, 0)}) is None
+    assert whole_of({0: part(1, 0), 1: part(2, 2, 1)}) is None
+
+
+def written(folder, *phases, values=b"", **fields):
+    """Write a record of one rank, a step for each of ``phases``."""
+    folder.mkdir()
+    lines = [{"format": FORMAT, "version": VERSION, "world_size": 1} | fields]
+    lines += [{"step": number, "phases": each} for number, each in enumerate(phases)]
+    lines.append({"end": ""})
+    (folder / "rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "rank0.values").write_bytes(values)
+    return folder
+
+
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize(
+    ("part", "origin"), [(None, (0, 0)), ([[0, 0], [2, 3]], (0, 0)), ([[4, 5], [2, 3]], (4, 5))]
+)
+def test_an_element_of_a_part_is_named_in_the_whole_tensor(tmp_path, capsys, number, part, origin):
+    """The part is a block of a mesh of two dimensions."""
+    folders = []
+    for side in range(2):
+        values = torch.arange(6.0)
+        values[number] += 10 * side
+        entry = [f"{side:016x}", "f32", [8, 9] if part else [2, 3], part, [0, 24]]
+        content = struct.pack("<6f", *values.tolist())
+        folders.append(written(tmp_path / f"{side}", {"clip": {"w": entry}}, values=content))
+    status, printed = compare(capsys, *folders)
+    assert status == 1
+    element = [origin[0] + number // 3, origin[1] + number % 3]
+    expected = f"element {element}: {number} in A, {number + 10} in B; "
+    assert f"  {expected}1 of 6 elements of rank 0 differ\n" in printed
+
+
+def test_of_several_calls_within_a_step_the_first_that_differs_is_shown(tmp_path, capsys):
+    def losses(name, *numbers):
+        calls = {"calls": [[number, "f32"] for number in numbers]}
+        return written(tmp_path / name, {"loss": {"root": calls}})
+
+    whole = losses("whole", 1.0, 2.0, 3.0)
+    for name, numbers, said in (
+        ("first", (7.0, 8.0, 9.0), "1.0 in A, 7.0 in B"),
+        ("second", (1.0, 8.0, 9.0), "2.0 in A, 8.0 in B"),
+        ("last", (1.0, 2.0, 9.0), "3.0 in A, 9.0 in B"),
+    ):
+        status, printed = compare(capsys, whole, losses(name, *numbers))
+        assert status == 1
+        assert f"first difference: step 0, loss: root, rank 0: {said}\n" in printed
+    status, printed = compare(capsys, whole, losses("fewer", 1.0, 2.0))
+    assert status == 1
+    assert "loss: root: in all, on ranks or calls that are others\n" in printed
+
+
+def test_what_another_world_has_loaded_is_compared_with_what_the_step_before_left(tmp_path):
+    """Sums are rounded otherwise there, and what is loaded is not."""
+
+    def tensor(number):
+        return [f"{number:016x}", "f32", [2], None]
+
+    def step(number):
+        return {"data": {"x": tensor(0)}, "optimiser": {"w": tensor(number)}}
+
+    begun = {"load": {"w": tensor(0)}} | step(1)
+    whole = read_run(written(tmp_path / "whole", begun, step(2), step(3)))
+    for loaded, status in ((2, 0), (1, 1), (3, 1)):
+        resumed = {"load": {"w": tensor(loaded)}} | step(9)
+        other = read_run(written(tmp_path / f"{loaded}", resumed))
+        result = compare_runs(whole, other, at=2, rounds=True)
+        assert (result.status, result.steps) == (status, [2])
+        assert [each.phase for each in result.differences] == ["load"] * status
+        assert result.compared == 2
 
 
 def test_steps_are_named_as_they_are_compared(records, capsys, tmp_path):
@@ -353,6 +456,28 @@ def test_tensors_that_one_factor_has_changed_are_gathered(tmp_path, capsys):
     slightly = "B is 1.01 times A: 5 tensors, 0.weight, 1.weight, 2.weight and 2 more\n"
     assert f"  {twice}  {slightly}  changes in norms of A, the largest: 4.weight 0." in printed
     assert "3.bias" not in printed
+
+
+def test_the_factor_furthest_from_one_comes_first(tmp_path, capsys):
+    """Halved is further away than a fifth more, and the other sign is furthest."""
+    train_scaled(tmp_path / "a", [1.0] * 10)
+    train_scaled(tmp_path / "b", [1.25, 0.5, -1.0, 0.0, 3.0, 1.25, 1.0, 1.0, 1.0, 1.0])
+    _, printed = compare(capsys, tmp_path / "a", tmp_path / "b")
+    factors = re.findall(r"B is (.*) times A: (\d)", printed)
+    assert factors[0] in (("3", "1"), ("-1", "1"))
+    assert sorted(factors[:2]) == [("-1", "1"), ("3", "1")]
+    assert factors[2:] == [("0", "1"), ("0.5", "1"), ("1.25", "2")]
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"), [(1 + 2**-14, "1.000061"), (1 - 3 * 2**-17, "0.999977")]
+)
+def test_a_factor_near_one_is_not_said_to_be_one(tmp_path, capsys, factor, said):
+    """Weight decay multiplies by 1 - 1e-5, for example."""
+    train_scaled(tmp_path / "a", [1.0] * 10)
+    train_scaled(tmp_path / "b", [1.0, *[factor] * 9])
+    _, printed = compare(capsys, tmp_path / "a", tmp_path / "b")
+    assert re.findall(r"B is (.*) times A: (\d) tensors", printed) == [(said, "9")]
 
 
 def test_all_differences_are_listed_on_request(tmp_path, capsys):

@@ -62,3 +62,17 @@ def test_rows_do_not_depend_on_the_batch():
     rows = fingerprints_of_rows(batch)
     assert torch.equal(fingerprints_of_rows(batch[2:]), rows[2:])
     assert len(set(rows.tolist())) == 4
+
+
+@pytest.mark.parametrize("width", [1, 7, (1 << 18) - 1, 1 << 18, (1 << 18) + 1, (1 << 19) + 3])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.int32, torch.float64])
+def test_a_row_has_the_fingerprint_of_the_tensor_that_it_is(width, dtype):
+    """Weights are made in pieces of 2^18 words; a long row has several."""
+    rows = torch.arange(2 * width).view(2, width).remainder(251).to(dtype)
+    found = fingerprints_of_rows(rows)
+    assert found.tolist() == [int(fingerprint(row)) for row in rows]
+    if width > 1 << 18:
+        words = rows.clone()
+        words[:, [0, 1 << 18]] = rows[:, [1 << 18, 0]]
+        assert not torch.equal(words, rows)
+        assert all(found != fingerprints_of_rows(words))

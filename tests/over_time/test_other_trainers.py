@@ -232,6 +232,16 @@ def test_activations_are_chosen_without_the_names_of_wrappers(tmp_path, capsys):
     assert capsys.readouterr().err == "no module has a name like 'layers.*'\n"
 
 
+def test_a_module_that_two_patterns_choose_is_recorded_once_and_misses_neither(tmp_path, capsys):
+    model, optimizer = made()
+    patterns = ["0", "[0]", "[01]", "1*"]
+    with record_training(model, optimizer, tmp_path / "a", activations=patterns):
+        step(model, optimizer)
+    assert capsys.readouterr().err == ""
+    forward = read_run(tmp_path / "a").steps[0]["forward"]
+    assert {name: len(values[0]) for name, values in forward.items()} == {"0": 1, "1": 1}
+
+
 SCRIPT = """
 import torch
 from torch import nn
@@ -460,3 +470,42 @@ def test_lines_of_the_trainer_around_what_differs(tmp_path):
     assert "gradient: layers.0.weight: only in A" in lines[place]
     assert lines[place + 1] == ("  A: backward at a.py:19 in <module>, step at a.py:20 in <module>")
     assert lines[place + 2] == ("  B: backward at b.py:20 in <module>, step at b.py:21 in <module>")
+
+
+@pytest.mark.parametrize("later", [0, 1], ids=["the first", "the last"])
+def test_a_resumed_run_counts_from_the_parameter_that_has_taken_most_steps(tmp_path, later):
+    """One was frozen for a while, so its optimiser has stepped less often."""
+    model, optimizer = made(torch.optim.Adam)
+    model[later].requires_grad_(False)
+    step(model, optimizer)
+    model[later].requires_grad_(True)
+    step(model, optimizer)
+    step(model, optimizer)
+    with record_training(model, optimizer, tmp_path / "a") as recorder:
+        step(model, optimizer)
+        step(model, optimizer)
+    assert list(read_run(tmp_path / "a").steps) == [3, 4]
+    assert recorder.recorded == 2
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_step_of_several_optimisers_counts_once(tmp_path, number, every):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(number)))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    with record_training(model, optimizers, tmp_path / "a", every=every) as recorder:
+        for _ in range(4):
+            # Two backwards are accumulated.
+            for scale in (1.0, 2.0):
+                (scale * model(torch.ones(2, 4)).sum()).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    run = read_run(tmp_path / "a")
+    assert recorder.recorded == len(run.steps) == 4 // every
+    assert list(run.steps) == list(range(0, 4, every))
+    for phases in run.steps.values():
+        losses = phases["loss"]["root"][0]
+        assert len(losses) == len({each.numbers for each in losses}) == 2
+        names = {name for name in phases["optimiser"] if "param_groups" not in name}
+        assert names == {name for name, _ in model.named_parameters()}

@@ -261,6 +261,15 @@ def test_a_part_that_is_gathered_again_leaves_out_the_zeros_behind_what_it_leave
     unread = assert_same_layout(BucketLayout((gathered(widths, ("fwd",)), again)), expected)
     assert unread == (f"bucket 'layers.0': no node of the backward reads {left_out}",)
 
+    # What expects one such collective does not expect two, nor one that is cut in two.
+    halves = [gathered([name], ("bwd",)) for name in part]
+    for several in ([again, again], halves):
+        with pytest.raises(LayoutDifference) as failure:
+            assert_same_layout(BucketLayout((gathered(widths, ("fwd",)), *several)), expected)
+        names = ", ".join(several[-1].parameters)
+        extra = f"bucket 'layers.0': an all_gather of {names} that is not expected"
+        assert extra in str(failure.value).splitlines()
+
     wider = gathered(part, ("bwd",), more=4)
     with pytest.raises(LayoutDifference, match="bytes belong to no parameter, expected"):
         assert_same_layout(BucketLayout((gathered(widths, ("fwd",)), wider)), expected)

@@ -232,6 +232,20 @@ def payload(label, *slots, collective="all_gather", **fields):
             [payload("b", ("w", 0, 4), ("v", 4, 4), op="sum")],
             ["all_gather of b: op None became sum"],
         ),
+        *(
+            (
+                [payload("b", ("w", 0, 4), ("v", 4, 4), **{field: "x"})],
+                [f"all_gather of b: {field} None became x"],
+            )
+            for field in ("dtype", "ranks", "directions")
+        ),
+        (
+            [payload("b", ("v", 0, 4), ("w", 4, 4), op="sum", dtype="bf16")],
+            [
+                "all_gather of b: the same parameters in another order, op None became sum, "
+                "dtype None became bf16"
+            ],
+        ),
         (
             [payload("b", ("w", 0, 4), collective="all_reduce")],
             ["payloads gone: all_gather of b", "new payloads: all_reduce of b"],
@@ -304,6 +318,11 @@ def test_the_first_that_makes_another_graph_is_named_also_where_a_name_comes_twi
         ("failed", "skipped", "with another outcome"),
         ("passed", "xpassed", "with another outcome"),
         ("failed", "failed", "failing as then"),
+        ("failed", "xpassed", "fixed"),
+        ("error", "passed", "fixed"),
+        ("error", "failed", "with another outcome"),
+        ("xfailed", "passed", "with another outcome"),
+        ("skipped", "failed", "newly failing"),
     ],
 )
 def test_what_is_skipped_is_not_fixed(then, now, counted):

@@ -88,3 +88,28 @@ def test_a_curve_that_a_test_asked_for_is_drawn_in_its_place_and_one_of_a_pass_b
     assert all(
         f'<script type="text/plain" id="m-{key}">{key}</script>' in page for key in ("one", "two")
     )
+
+
+@pytest.mark.parametrize("first", [0, 1, 7])
+def test_pipelines_of_a_test_count_from_0_in_their_order_whatever_ran_before(first):
+    """Its witness counts on if a test is run again; a later run compares them by their numbers."""
+    test = Collected("a")
+    report = pytest.TestReport("a", ("a", 0, "a"), {}, "passed", None, "call")
+    report.gt_facts = []
+    for kind, number in (("layout", 2), ("pass", 0), ("pass", 1), ("pass", 1), ("layout", 0)):
+        fact = {"kind": kind, "pipeline": first + number, "name": f"{kind}{number}", "sides": []}
+        report.gt_facts.append(fact)
+    report.gt_facts.append({"kind": "layout", "pipeline": None, "problems": [], "sides": []})
+    test.add(report)
+    details = build_details(test)
+    found = []
+    for pipeline in details["pipelines"]:
+        passes = [fact["name"] for fact in pipeline["passes"]]
+        layouts = [fact["name"] for fact in pipeline["layouts"]]
+        found.append((pipeline["number"], passes, layouts))
+    assert found == [
+        (0, ["pass0"], ["layout0"]),
+        (1, ["pass1", "pass1"], []),
+        (2, [], ["layout2"]),
+    ]
+    assert [fact["pipeline"] for fact in details["layouts"]] == [None]

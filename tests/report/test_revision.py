@@ -15,7 +15,7 @@ from pytest_gtrainer.report import keeper
 from pytest_gtrainer.report.changes import Earlier
 from pytest_gtrainer.report.collected import Test as Collected
 from pytest_gtrainer.report.html import build_details
-from pytest_gtrainer.report.revision import Revision, folder_of
+from pytest_gtrainer.report.revision import ChosenTests, Revision, folder_of
 
 TESTS = """
 import os
@@ -388,3 +388,80 @@ def test_a_time_that_moves_is_said_and_does_not_count_as_moved(then, now, lines)
     earlier = Earlier(Path(), {"a": details | {"seconds": then}}, {}, times=True)
     found = earlier.compare(Collected("a", [report]), details, {})
     assert (found["lines"], found["moved"]) == (lines, False)
+
+
+OWN = (
+    "--rootdir=",
+    "--basetemp=/",
+    "--gt-report=",
+    "--maxfail=",
+    "--continue-on-collection-errors",
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ([], []),
+        (["--gt-against=main", "-q"], ["-q"]),
+        (["--gt-against", "main", "-q"], ["-q"]),
+        (["-q", "--gt-moved", "fail", "--gt-against", "main", "-x"], ["-q", "-x"]),
+        (["--gt-moved=fail", "--gt-against=main"], []),
+    ],
+)
+@pytest.mark.parametrize("paths", [[], ["test_a.py"], ["--", "{top}/test_a.py", "-odd.py"]])
+def test_the_run_there_has_the_arguments_of_here_and_its_files_elsewhere(
+    pytester, options, kept, paths
+):
+    paths = [path.format(top=pytester.path) for path in paths]
+    config = pytester.parseconfig("--basetemp=here", *options, *paths)
+    revision = Revision("main", "0" * 40, pytester.path, pytester.path, "here")
+    arguments = revision._arguments(config, Path("/there"))
+    own = [argument for argument in arguments if argument.startswith(OWN)]
+    assert len(own) == len(OWN)
+
+    # Options behind "--" would be paths, and the last of two options counts.
+    there = [path.replace(str(pytester.path), "/there/tree") for path in paths]
+    expected = ["--basetemp=here", *kept, *there, *own]
+    if "--" in paths:
+        expected = ["--basetemp=here", *kept, *own, *there]
+    assert arguments == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["", "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR"]
+)
+def test_a_revision_is_looked_up_in_the_repository_of_the_run(
+    repository, pytester, monkeypatch, name
+):
+    """In a hook, git names the repository and the index that it works on in the environment."""
+    monkeypatch.chdir(repository)
+    config = pytester.parseconfig(f"--rootdir={repository}")
+    first = git(repository, "rev-parse", "HEAD")
+    if name:
+        monkeypatch.setenv(name, str(repository.parent / "elsewhere"))
+
+    same = Revision.find(config, "main")
+    assert (same.commit, same.top, str(same)) == (first, repository, f"main ({first[:10]})")
+    assert same.here == "the same commit, unchanged: only what is not deterministic can move"
+    assert str(Revision.find(config, first[:12])) == first[:10]
+
+    change(repository)
+    assert Revision.find(config, "main").here == f"{first[:10]} with 1 uncommitted change"
+    (repository / "new.py").touch()
+    assert Revision.find(config, "main").here == f"{first[:10]} with 2 uncommitted changes"
+
+
+def test_an_unchanged_tree_at_another_commit_is_named_by_its_own(repository, pytester, monkeypatch):
+    monkeypatch.chdir(repository)
+    first = git(repository, "rev-parse", "HEAD")
+    git(repository, "commit", "--allow-empty", "--quiet", "--message=second")
+    found = Revision.find(pytester.parseconfig(f"--rootdir={repository}"), "HEAD~1")
+    assert found.commit == first
+    assert found.here == git(repository, "rev-parse", "HEAD")[:10] != first[:10]
+
+
+def test_a_run_none_of_whose_files_is_there_names_them(pytester):
+    config = pytester.parseconfig("test_a.py::test_b", "test_c.py")
+    with pytest.raises(pytest.UsageError, match=r"^there is no test_a\.py::test_b, test_c\.py$"):
+        ChosenTests(config)

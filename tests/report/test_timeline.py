@@ -67,6 +67,8 @@ def test_only_communication_beside_compute_is_overlapped():
     never_waited.append("  out[0] = sin\n  out[1] = all_reduce_1\n")
     alone = timeline(parse("\n".join(never_waited)), SLOW)
     assert (alone.exposed, alone.overlapped, alone.total("collective")) == (0.0, 0.5, 2.0)
+    # The schedule ends with the last lane that ends, whether or not anything waits for it.
+    assert (both.seconds, alone.seconds) == (1.0, 2.0)
 
 
 def test_what_is_exposed_and_what_is_overlapped_add_up():

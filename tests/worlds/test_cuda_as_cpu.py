@@ -79,6 +79,28 @@ def test_seeds_are_those_of_the_cpu(gt_cuda_as_cpu):
     assert torch.equal(torch.rand(3), first)
 
 
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_states_of_all_devices_are_as_many(devices):
+    with cuda_as_cpu(devices):
+        states = torch.cuda.get_rng_state_all()
+        first = torch.rand(3, device="cuda")
+        assert len(states) == torch.cuda.device_count() == torch.accelerator.device_count()
+        assert len(states) == devices
+        torch.cuda.set_rng_state_all(states)
+        assert torch.equal(torch.rand(3), first)
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_format": torch.channels_last}])
+@pytest.mark.parametrize("device", [(), (0,), ("cuda:0",)])
+def test_a_tensor_goes_to_the_cpu_in_the_format_that_is_asked_for(gt_cuda_as_cpu, options, device):
+    image = torch.rand(2, 3, 4, 5)
+    moved = image.cuda(*device, non_blocking=True, **options)
+    assert torch.equal(moved, image)
+    assert moved.stride() == (image.to(**options) if options else image).stride()
+    # A format that nobody asks for is kept.
+    assert moved.cuda().stride() == moved.stride()
+
+
 @pytest.mark.parametrize(
     "name", ["Stream", "Event", "CUDAGraph", "current_stream", "max_memory_allocated"]
 )

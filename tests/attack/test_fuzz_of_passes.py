@@ -1,8 +1,10 @@
 """Generated graphs are right, of all kinds; ``fuzz`` finds mistakes of passes and blames no right one."""
 
 import copy
+import signal
 import sys
 import time
+from contextlib import suppress
 
 import hypothesis
 import hypothesis.strategies as st
@@ -14,8 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from pytest_gtrainer import graphtext, prove
 from pytest_gtrainer.__main__ import main
+from pytest_gtrainer.attack.fuzz import Fuzzer
 from pytest_gtrainer.attack.generate import generate
 from pytest_gtrainer.attack.models import graphs_of
+from pytest_gtrainer.attack.oracles import Failure, with_limit
 from pytest_gtrainer.attack.reduce import Reduction
 from pytest_gtrainer.graph.nodes import mutates
 from pytest_gtrainer.proofs.inputs import draw_inputs
@@ -288,6 +292,70 @@ def test_files_of_earlier_runs_stay(tmp_path):
     assert fuzz("crash_pass", tmp_path, "--minutes", 0.5, "--nodes", 60, "--failures", 1) == 1
     assert path.read_text() == "mine"
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "refused", "unknown", "status"),
+    [(0, 0, 0, 1), (1, 0, 0, 0), (1, 1, 0, 1), (2, 1, 0, 0), (2, 0, 1, 1), (5, 2, 1, 0)],
+)
+def test_more_than_half_of_the_graphs_have_to_be_judged(
+    tmp_path, capsys, monkeypatch, changed, refused, unknown, status
+):
+    """Of those that the pass changes, fewer are judged if no proof can."""
+
+    def run(self, *how):
+        self.tried, self.changed = 9, changed
+        self.refused["no"], self.unknown["nobody knows"] = refused, unknown
+
+    monkeypatch.setattr(Fuzzer, "run", run)
+    assert fuzz("nothing_pass", tmp_path) == status
+    judged, others = changed - unknown, refused + unknown
+    words = f"of 9 graphs nothing_pass changed {judged} that could be judged, and {others} were"
+    assert (words in capsys.readouterr().err) == (status == 1)
+
+
+def test_each_failure_counts_once(tmp_path):
+    """By its kind and operators: a second graph of them is no second failure."""
+    notes = []
+    fuzzer = Fuzzer(second_pass, "second_pass", "identical", 0, tmp_path, notes.append)
+    graphs = {}
+    for seed, name in enumerate(("neg", "neg", "exp")):
+        text = (
+            "if I:\n  I[0]: f32[2]\nif fwd:\n  with _:\n"
+            f"    a: f32[2] = aten.{name}(I[0])\nif out:\n  out[0] = a\n"
+        )
+        graphs[seed] = graphtext.parse(text)
+        fuzzer._report(graphs[seed], seed, 1, Failure("IndexError", "the pass raises"))
+    assert list(fuzzer.found) == ["IndexError: aten.neg.default", "IndexError: aten.exp.default"]
+    assert sorted(fuzzer.found.values()) == sorted(tmp_path.iterdir())
+    assert fuzzer.state(0).endswith("2 failures")
+
+
+def second_pass(gm, inputs=None):
+    return list(gm.graph.nodes)[99]
+
+
+@pytest.mark.parametrize("ends", ["returns", "raises", "is too slow"])
+def test_the_timer_and_its_handler_are_as_before_a_pass(ends):
+    def mine(number, frame):
+        raise AssertionError("the timer of a pass has expired behind it")
+
+    def a_pass(gm, inputs):
+        assert signal.getsignal(signal.SIGALRM) is not mine
+        if ends == "raises":
+            raise KeyError("a")
+        if ends == "is too slow":
+            time.sleep(30)
+        return gm
+
+    before = signal.signal(signal.SIGALRM, mine)
+    try:
+        with suppress(KeyError, TimeoutError):
+            with_limit(a_pass, 0.05 if ends == "is too slow" else 60)(None, None)
+        assert signal.getsignal(signal.SIGALRM) is mine
+        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """``python -m pytest_gtrainer reduce``: mistakes of passes end at a few nodes; bad input is told."""
 
+import itertools
 import subprocess
 import sys
 
@@ -7,12 +8,15 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pytest_gtrainer import graphtext
 from pytest_gtrainer.__main__ import main
 from pytest_gtrainer.attack.oracles import Failure, by_command
-from pytest_gtrainer.attack.reduce import Reduction, minimize
+from pytest_gtrainer.attack.reduce import Reduction, minimize, spell
+from pytest_gtrainer.attack.sizes import resize
 from pytest_gtrainer.testing import run_pass_file
 
 aten = torch.ops.aten
@@ -188,6 +192,51 @@ def test_another_failure_is_kept_beside(graph, tmp_path, capsys):
     assert (
         "another graph fails otherwise, with exit status 1, ValueError" in capsys.readouterr().err
     )
+
+
+def test_the_other_failure_that_is_kept_is_the_smallest_that_says_something():
+    lines, source = [], "I[0]"
+    for name in ("neg", "relu", "tanh", "exp", "sin", "abs"):
+        lines.append(f"    {name}: f32[4] = aten.{name}({source})\n")
+        source = name
+    text = f"if I:\n  I[0]: f32[4]\nif fwd:\n  with _:\n{''.join(lines)}if out:\n  out[0] = abs\n"
+    others, unjudged = [], []
+
+    def judge(text):
+        if "aten.tanh" in text and "aten.sin" in text:
+            return Failure("TypeError", "as at first")
+        if "aten.neg" in text:
+            unjudged.append(text)
+            return Failure("unknown", "nobody knows")
+        others.append(text)
+        return Failure("ValueError", "another one")
+
+    whole = spell(graphtext.parse(text), text)
+    reduction = Reduction(whole, judge(whole), judge, lambda _: None, lambda _: None)
+    reduction.run()
+    assert reduction.text.count("aten.") == 2
+    assert unjudged
+    assert len(others[0]) > min(map(len, others)), "a later one is smaller"
+    assert reduction.other == (min(others, key=len), Failure("ValueError", "another one"))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_resized_input_lies_in_memory_as_before(order):
+    """Passes read strides: a transposed input stays transposed."""
+    mode = FakeTensorMode()
+    with mode:
+        value = torch.empty([(2, 5, 7)[dim] for dim in order])
+        value = value.permute([order.index(dim) for dim in range(3)])
+    graph = fx.Graph()
+    given = graph.placeholder("x")
+    given.meta["val"] = value
+    graph.output((graph.call_function(aten.neg.default, (given,)),))
+    gm = resize(fx.GraphModule({}, graph), lambda size: 3 if size == 7 else size)
+    [given] = gm.graph.find_nodes(op="placeholder")
+    resized = given.meta["val"]
+    assert list(resized.shape) == [2, 5, 3]
+    assert sorted(range(3), key=lambda dim: -resized.stride(dim)) == list(order)
+    assert gm.graph.output_node().args[0][0].meta["val"].stride() == resized.stride()
 
 
 def test_the_limit_of_a_command(tmp_path):

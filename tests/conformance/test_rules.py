@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import fnmatch
 import itertools
 import operator
 import signal
@@ -1111,6 +1112,13 @@ def test_a_shorter_limit_of_somebody_else_stays():
             assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 301
             assert 0 < signal.getitimer(signal.ITIMER_PROF)[0] <= 6
         assert 301 < signal.getitimer(signal.ITIMER_REAL)[0] <= 900
+        # What a pass has taken is taken from the timer of somebody else, too; one that would have
+        # expired meanwhile expires directly afterwards.
+        signal.setitimer(signal.ITIMER_REAL, 900)
+        for _ in range(2):
+            with ended_within(5, "a pass"):
+                time.sleep(0.1)
+        assert 301 < signal.getitimer(signal.ITIMER_REAL)[0] <= 899.8
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
@@ -1266,13 +1274,38 @@ def test_a_rule_that_is_known_to_be_broken_has_to_fail_and_by_an_assertion():
     assert not any(marks.values())
 
 
+@pytest.mark.parametrize("pattern", ["E6", "E*", "*"])
+def test_what_is_broken_on_our_graphs_may_hold_on_those_of_a_user(pattern):
+    models = ("my_models:tiny", "my_models:large", "my_models:tiny")
+    cases = cases_of(Adapter(ours, "bucketing", broken={pattern: "issue 12"}, models=models))
+    for case in cases:
+        rule, _, model = case.values[0].partition(" ")
+        expected = []
+        if fnmatch.fnmatch(rule, pattern) and model:
+            expected = [{"reason": "issue 12", "strict": False}]
+        elif fnmatch.fnmatch(rule, pattern):
+            expected = [{"reason": "issue 12", "strict": True, "raises": AssertionError}]
+        assert [mark.kwargs for mark in case.marks if mark.name == "xfail"] == expected, case.id
+        assert sum(mark.name == "gt_world" for mark in case.marks) == 1
+    names = [case.values[0] for case in cases]
+    assert len(names) == len(set(names))
+    for model in set(models):
+        own = [name for name in names if name.endswith(f" {model}")]
+        assert len(own) == sum(
+            rule.any_model and "bucketing" in rule.kinds for rule in RULES.values()
+        )
+
+
 def test_an_adapter_that_says_what_is_not_is_refused():
     with pytest.raises(
         ValueError, match=r"^kind='bucket': expected one of any, bucketing, separate, canon"
     ):
         Adapter(ours, "bucket")
-    with pytest.raises(ValueError, match=r"^there is no rule 'D99'; there are E6, E7,"):
-        bucketing(ours, not_claimed={"D99": "never heard of"})
+    for known in ({}, {"E6": "known"}):
+        for argument in ("not_claimed", "broken"):
+            reasons = {argument: {**known, "D99": "never heard of"}}
+            with pytest.raises(ValueError, match=r"^there is no rule 'D99'; there are E6, E7,"):
+                bucketing(ours, **reasons)
     with pytest.raises(TypeError, match=r"^a pass is a function, and 'ours' is none$"):
         any_pass("ours")
 

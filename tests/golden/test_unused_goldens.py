@@ -388,7 +388,7 @@ def test_workers_together_tell_it_once(run, put_goldens, goldens):
     assert (result.ret, sorted(goldens())) == (0, sorted(USED))
 
 
-@pytest.mark.parametrize("order", itertools.permutations(("ab", "bc", "abcd")))
+@pytest.mark.parametrize("order", list(itertools.permutations(("ab", "bc", "abcd"))))
 def test_a_golden_that_one_worker_has_collected_has_a_test(pytester, order):
     goldens = SimpleNamespace(modes=SimpleNamespace(unused="fail"), late_facts=[])
     plugin = UnusedGoldens(pytester.parseconfig(), goldens)

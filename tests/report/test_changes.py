@@ -338,6 +338,23 @@ def test_what_is_skipped_is_not_fixed(then, now, counted):
     assert {what for what, count in earlier.counts.items() if count} == {counted}
 
 
+def test_of_many_graphs_that_differ_the_first_are_described(monkeypatch):
+    """Also where one of them comes again behind the limit: it is described already."""
+    monkeypatch.setattr(changes, "_MOST_GRAPHS", 3)
+
+    def text(number):
+        return packed(f"# gtrainer graph v2\nif out:\n  out[0] = {number}\n")
+
+    graphs = {f"old{number}": text(number) for number in range(6)}
+    texts = {f"new{number}": text(number + 10) for number in range(6)}
+    earlier = Earlier(Path(), {}, graphs)
+    said = []
+    for number in (0, 1, 1, 2, 3, 4, 0, 2):
+        words = earlier._describe_graph_change(f"old{number}", f"new{number}", texts)
+        said.append("many differ" not in "".join(words))
+    assert said == [True, True, True, True, False, False, True, True]
+
+
 def test_a_file_that_is_not_collected_is_an_error_and_odd_characters_end_no_run(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_bad.py").write_text("import no_such_module\n")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -459,6 +459,41 @@ def test_an_unchanged_tree_at_another_commit_is_named_by_its_own(repository, pyt
     found = Revision.find(pytester.parseconfig(f"--rootdir={repository}"), "HEAD~1")
     assert found.commit == first
     assert found.here == git(repository, "rev-parse", "HEAD")[:10] != first[:10]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "names"),
+    [
+        ([""], ["test_a[1]", "test_a[10]", "test_ab", "test_d[1]", "test_d[2]", "test_e"]),
+        (["::test_a"], ["test_a[1]", "test_a[10]"]),
+        (["::test_a[1]"], ["test_a[1]"]),
+        (["::test_ab"], ["test_ab"]),
+        (["::TestC"], ["test_d[1]", "test_d[2]", "test_e"]),
+        (["::TestC::test_d", "::test_ab"], ["test_ab", "test_d[1]", "test_d[2]"]),
+        (["::TestC::test_d[2]", "::test_gone"], ["test_d[2]"]),
+        (["::test_gone"], []),
+    ],
+)
+def test_tests_are_chosen_at_the_revision_as_pytest_does_but_for_those_that_are_not_there(
+    pytester, chosen, names
+):
+    file = pytester.makepyfile(test_it="")
+    config = pytester.parseconfig(*(f"test_it.py{name}" for name in chosen))
+    config.args.append("test_other.py::test_a")
+    items = []
+    for name in (
+        "test_a[1]",
+        "test_a[10]",
+        "test_ab",
+        "TestC::test_d[1]",
+        "TestC::test_d[2]",
+        "TestC::test_e",
+    ):
+        items.append(SimpleNamespace(nodeid=f"test_it.py::{name}", path=file))
+    choice = ChosenTests(config)
+    assert config.args == ["test_it.py"]
+    choice.pytest_collection_modifyitems(config, items)
+    assert [item.nodeid.rpartition("::")[2] for item in items] == names
 
 
 def test_a_run_none_of_whose_files_is_there_names_them(pytester):

@@ -1,5 +1,6 @@
 """Leases on slots: all or nothing, disjoint, larger worlds first, freed when their holder dies."""
 
+import itertools
 import os
 import re
 import signal
@@ -329,6 +330,21 @@ def test_who_waits_for_long_says_so(slots, other_process, monkeypatch):
         r"\d+ "
     )
     assert re.match(waited, lines[0])
+
+
+def test_a_line_about_the_wait_comes_once_in_each_interval(slots, other_process, monkeypatch):
+    process = other_process(4)
+    monkeypatch.setattr(leases, "LINE_EVERY", 0.1)
+    lines = []
+
+    def write(text):
+        lines.append(float(re.search(r"has waited (\S+) s", text)[1]))
+        if len(lines) == 4:
+            process.kill()
+
+    assert slots.acquire(2, SOON, "test_it.py::test_b", write).slots == ("GPU-a", "GPU-b")
+    for earlier, later in itertools.pairwise([0.0, *lines[:4]]):
+        assert later - earlier > 0.08  # three digits are written
 
 
 @pytest.mark.parametrize("required", ["ranks", "cuda"])

@@ -37,6 +37,8 @@ ATTRIBUTES = {
         "reduce_scatter_tensor",
         "all_reduce",
         "all_to_all_single",
+        "isend",
+        "irecv",
         "wait_tensor",
     ),
     "torch.ops:aten": ("_scaled_mm",),
@@ -57,6 +59,8 @@ ALL_GATHER = _ops.all_gather_into_tensor.default
 REDUCE_SCATTER = _ops.reduce_scatter_tensor.default
 ALL_REDUCE = _ops.all_reduce.default
 ALL_TO_ALL = _ops.all_to_all_single.default
+SEND = _ops.isend.default
+RECEIVE = _ops.irecv.default
 WAIT = _ops.wait_tensor.default
 # torch's bucketing calls the operator of the older namespace.
 WAITS: tuple[Any, ...] = (WAIT, torch.ops.c10d_functional.wait_tensor.default)

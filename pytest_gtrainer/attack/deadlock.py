@@ -5,7 +5,7 @@ import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, fx
@@ -43,7 +43,7 @@ from pytest_gtrainer.graph.nodes import (
     node_fqn,
     short_name,
 )
-from pytest_gtrainer.graph.same_on_ranks import dtype_text, nodes_within
+from pytest_gtrainer.graph.same_on_ranks import dtype_text, nodes_within, value_text
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
 _FUNCTIONAL = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
@@ -159,11 +159,55 @@ def assert_no_deadlock(
     if stuck:
         raise Deadlock(f"ranks wait for each other\n{stuck}")
 
-    # A pair is a ring of two, and says it in fewer words.
-    lucky = tuple(orders_by_luck(schedules)) or tuple(rings_of_luck(schedules))
+    lucky = find_luck(schedules)
     for line in lucky:
         warnings.warn(line, OrderByLuck, stacklevel=2)
     return lucky
+
+
+class Calls(NamedTuple):
+    """What a rank calls in a graph.
+
+    Attributes:
+        schedule: its launches and waits.
+        messages: of each message the other rank, tag, dtype and shape, in words, and its node.
+    """
+
+    schedule: Schedule
+    messages: Sequence[tuple[str, str]]
+
+
+def calls_of(gm: fx.GraphModule) -> Calls:
+    """Return what the rank of this process calls in a graph, whose groups are those of the process.
+
+    Raises:
+        ValueError: there is no such group, or a message has no other rank.
+    """
+    rank, groups, messages = dist.get_rank(), {}, []
+    for node in nodes_within(gm):
+        name = group_of(node) if launches(node.target) else None
+        if name is None:
+            continue
+        groups[name] = [group_ranks(name)]
+        for end, tag, value in _ends(node, group_ranks(name)):
+            words = f"{_message(end, rank)} of tag {tag}, {value_text(value)}"
+            messages.append((words, _where(node)))
+
+    return Calls(_Reader(groups, {}, [rank]).schedule(rank, [gm]), messages)
+
+
+def find_waits(schedules: Mapping[int, Schedule]) -> str:
+    """Return how the ranks of these schedules wait for ever, in words; "" if they do not."""
+    try:
+        return Queues(schedules).run()
+    except Mismatch as error:
+        return str(error)
+
+
+def find_luck(schedules: Mapping[int, Schedule]) -> tuple[str, ...]:
+    """Return the orders of several communicators that only luck keeps, in words."""
+    # A pair is a ring of two, and says it in fewer words.
+    return tuple(orders_by_luck(schedules)) or tuple(rings_of_luck(schedules))
 
 
 def _by_rank(graphs: AnyGraph | Mapping[int, Any]) -> dict[int, list[fx.GraphModule]]:
@@ -204,11 +248,24 @@ class _Reader:
     def schedule(self, rank: int, graphs: Sequence[fx.GraphModule]) -> Schedule:
         """Return the launches and waits of a rank, in the order of its graphs."""
         steps: list[Launch | Wait] = []
+        # Launches that a graph returns before they are complete, by the name of the result: a later
+        # graph may wait for them.
+        self._handed: dict[str, int] = {}
         for gm in graphs:
             self._started: dict[fx.Node, int] = {}
             self._returned: dict[fx.Node, list[int | None]] = {}
+            for place in gm.graph.find_nodes(op="placeholder"):
+                for name in (place.name, place.target):
+                    if name in self._handed:
+                        self._started[place] = self._handed[name]
+
             for node in gm.graph.nodes:
                 self._read(node, rank, steps)
+
+            for result in leaves_of(gm.graph.output_node().args[0]):
+                launch = self._known_launch(result) if isinstance(result, fx.Node) else None
+                if launch is not None:
+                    self._handed[result.name] = launch
 
         return steps
 
@@ -222,7 +279,7 @@ class _Reader:
             steps += [own, Wait(len(steps))]
         elif node.target in WAITS:
             for waited in node.all_input_nodes:
-                launch = self._launch_of(waited)
+                launch = self._launch_of(waited, steps)
                 if launch is not None:
                     steps.append(Wait(launch))
         elif launches(node.target):
@@ -293,13 +350,25 @@ class _Reader:
 
         self._returned[node] = launched
 
-    def _launch_of(self, node: fx.Node) -> int | None:
-        """Return the place of the launch that a wait of this value waits for.
+    def _launch_of(self, node: fx.Node, steps: Sequence[Launch | Wait]) -> int | None:
+        """Return the place of the launch that a wait of this value waits for; None for an input.
 
         Raises:
             ValueError: nobody knows it.
         """
         launch = self._known_launch(node)
+        source = node
+        while self._is_traced(source):
+            source = source.all_input_nodes[0]
+        if launch is None and source.op == "placeholder":
+            for name, earlier in self._handed.items():
+                if Wait(earlier) not in steps:
+                    raise ValueError(
+                        f"a graph waits for its input {source.name}, and one before it returns "
+                        f"{name}, for which nobody has waited: give the input the name of the "
+                        "result that it is, or the graphs of the rank as one"
+                    )
+
         # A value that no communication makes is there at once, as an input is.
         is_computed = not self._is_traced(node) and node.op != "placeholder"
         if node.target in WAITS:
@@ -361,19 +430,15 @@ class _Reader:
         name = short_name(node)
         ranks = self._ranks_of(node, rank)
         group = f"{group_of(node)} {list(ranks)}"
-        if name in ("isend", "irecv", "send", "recv_"):
-            place = argument_of(node, "dst" if "send" in name else "src")
-            carried, tag = leaves_of(node.args[:1])[0], argument_of(node, "tag")
-            message = _message(_end(name, place, ranks, node), rank, carried, tag)
-            return Launch((message,), _pair(message, group), _where(node))
+        messages = []
+        for end, tag, value in _ends(node, ranks):
+            messages.append(_message(end, rank, tag, value))
 
-        if name == "batch_p2p_ops":
-            operations = []
-            names = ("op_list", "peer_list", "tensors", "tag_list")
-            ends = zip(*(argument_of(node, name) for name in names), strict=True)
-            for kind, place, carried, tag in ends:
-                operations.append(_message(_end(kind, place, ranks, node), rank, carried, tag))
-            return Launch(tuple(operations), group, _where(node))
+        if messages:
+            queue = group
+            if name != "batch_p2p_ops":
+                queue = _pair(messages[0], group)
+            return Launch(tuple(messages), queue, _where(node))
 
         sent, received = _splits(node, len(ranks))
         operation = Operation(kind_of(node) or name, ranks, _payload(node), sent, received)
@@ -402,6 +467,10 @@ class _Reader:
                 f"nobody knows the ranks of group {name!r} ({node.name}): say them, "
                 f"groups={{{name!r}: [[0, 1], ...]}}"
             )
+
+        listed = [each for ranks in partition if isinstance(ranks, Sequence) for each in ranks]
+        if len(set(listed)) < len(listed):
+            raise ValueError(f"groups={{{name!r}: {partition}}}: a rank is there twice")
 
         for ranks in partition:
             if not isinstance(ranks, list | tuple | range):
@@ -437,13 +506,31 @@ def _end(kind: str, place: int, ranks: Sequence[int], node: fx.Node) -> Send | R
     return Receive(ranks[place])
 
 
-def _message(
-    end: Any, rank: int, carried: fx.Node | None = None, tag: int | None = None
-) -> Operation:
+def _ends(node: fx.Node, ranks: Sequence[int]) -> list[tuple[Send | Receive, int, Any]]:
+    """Return what a node sends and receives: the other rank, the tag, and the value that the graph
+    has of what is carried. Collectives have none.
+    """
+    kind = short_name(node)
+    if kind == "batch_p2p_ops":
+        names = ("op_list", "peer_list", "tag_list", "tensors")
+        given = [argument_of(node, name) for name in names]
+    elif kind in ("isend", "irecv", "send", "recv_"):
+        place = argument_of(node, "dst" if "send" in kind else "src")
+        given = [[kind], [place], [argument_of(node, "tag")], leaves_of(node.args[:1])]
+    else:
+        return []
+
+    found = []
+    for each, place, tag, carried in zip(*given, strict=True):
+        found.append((_end(each, place, ranks, node), tag, carried.meta.get("val")))
+    return found
+
+
+def _message(end: Any, rank: int, tag: int | None = None, value: Any = None) -> Operation:
     payload = ""
     # NCCL takes any shape of as many elements.
-    if carried is not None and _numel(carried) is not None:
-        payload = f"tag {tag} {dtype_text(carried.meta['val'])}[{_numel(carried)}]"
+    if isinstance(value, Tensor) and type(value.numel()) is int:
+        payload = f"tag {tag} {dtype_text(value)}[{value.numel()}]"
     if isinstance(end, Send) and end.to != rank:
         return Operation(SEND, (rank, end.to), payload)
     if isinstance(end, Receive) and end.source != rank:

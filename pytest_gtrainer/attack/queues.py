@@ -205,9 +205,10 @@ class Queues:
             part = other.first_with(queue, wanted)
             if part is not None:
                 if operation.payload and part.payload and operation.payload != part.payload:
+                    mine, theirs = self._place_of(number, queue), self._place_of(rank, queue)
                     raise Mismatch(
-                        f"rank {number} calls {_spelled(operation)}{self._place_of(number, queue)}, "
-                        f"where rank {rank} calls {_spelled(part)}{self._place_of(rank, queue)}"
+                        f"rank {number} calls {_spelled(operation)}{mine}, where rank {rank} calls "
+                        f"{_spelled(part)}{theirs}"
                     )
                 continue
 

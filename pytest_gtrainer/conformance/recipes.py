@@ -17,7 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy
 
 from pytest_gtrainer import extensions
-from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, WAIT, functional_collectives
+from pytest_gtrainer._torch.passes import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    RECEIVE,
+    SEND,
+    WAIT,
+    functional_collectives,
+)
 from pytest_gtrainer.attack.models import OwnGraph, graphs_of, load_model
 from pytest_gtrainer.graph.bucket_plan import BucketPlan
 from pytest_gtrainer.graph.collectives import fsdp_all_gathers, group_of, launches, results_of
@@ -446,8 +453,13 @@ class MoeBlock(nn.Module):
         return x + self.moe(self.norm(x))
 
 
-def _add_inside(h: torch.Tensor, recipe: Recipe, beside: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return ``h`` with the addition that ``Recipe.inside`` names: what a rule is about."""
+def _add_inside(
+    h: torch.Tensor, recipe: Recipe, beside: dist.ProcessGroup | None, place: int = 0
+) -> torch.Tensor:
+    """Return ``h`` with the addition that ``Recipe.inside`` names: what a rule is about.
+
+    ``place`` is that of the block among the others.
+    """
     match recipe.inside:
         case "drops":
             return nn.functional.dropout(h, 0.5)
@@ -465,7 +477,45 @@ def _add_inside(h: torch.Tensor, recipe: Recipe, beside: dist.ProcessGroup | Non
             # Rows go to other ranks, as in expert parallelism.
             rows = h.contiguous()
             return functional_collectives.all_to_all_single_autograd(rows, None, None, beside)
+        case "sends" if beside is not None:
+            sent: torch.Tensor = _Handover.apply(h.contiguous(), beside, 3 * place)
+            return sent
     return h
+
+
+class _Handover(torch.autograd.Function):
+    """The first rank of a group adds its activation to that of the second, as to a later stage.
+
+    The second sends the gradient back. Tags are consecutive, as no two messages may be alike.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor, group: dist.ProcessGroup, tag: int) -> torch.Tensor:
+        ctx.group, ctx.tag = group, tag
+        if group.rank() == 0:
+            _send(h, group, tag)
+            _send(h.sum(-1).bfloat16(), group, tag + 1)
+            return h.clone()
+        h = h + _receive(h, group, tag)
+        return h * _receive(h[..., 0].bfloat16(), group, tag + 1).unsqueeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if ctx.group.rank() == 0:
+            return grad + _receive(grad, ctx.group, ctx.tag + 2), None, None
+        _send(grad.contiguous(), ctx.group, ctx.tag + 2)
+        return grad, None, None
+
+
+def _send(x: torch.Tensor, group: dist.ProcessGroup, tag: int) -> None:
+    WAIT(SEND(x, 1 - group.rank(), tag, group.group_name))
+
+
+def _receive(like: torch.Tensor, group: dist.ProcessGroup, tag: int) -> torch.Tensor:
+    received: torch.Tensor = WAIT(
+        RECEIVE(torch.zeros_like(like), 1 - group.rank(), tag, group.group_name)
+    )
+    return received
 
 
 def _with_fresh_buffers(h: torch.Tensor) -> torch.Tensor:
@@ -505,20 +555,22 @@ class Block(nn.Module):
     order of a payload looks right.
     """
 
-    def __init__(self, recipe: Recipe, beside: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, beside: dist.ProcessGroup | None = None, place: int = 0
+    ) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(recipe.dim))
         self.shift = nn.Parameter(torch.zeros(recipe.dim))
         for name in recipe.registered:
             self.add_module(name, nn.Linear(recipe.dim, recipe.dim, bias=name in recipe.bias))
         self.norm = nn.LayerNorm(recipe.dim)
-        self._recipe, self._beside = recipe, beside
+        self._recipe, self._beside, self._place = recipe, beside, place
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm(x)
         for name in self._recipe.executed:
             h = torch.tanh(self.get_submodule(name)(h))
-        h = _add_inside(h, self._recipe, self._beside)
+        h = _add_inside(h, self._recipe, self._beside, self._place)
         return x + (h + self.shift) * self.scale
 
 
@@ -533,8 +585,10 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.tok_embeddings = nn.Embedding(VOCABULARY, recipe.dim)
-        block = MoeBlock if recipe.moe else Block
-        self.layers = nn.ModuleList(block(recipe, beside) for _ in range(recipe.layers))
+        blocks: list[nn.Module] = []
+        for place in range(recipe.layers):
+            blocks.append(MoeBlock(recipe, beside) if recipe.moe else Block(recipe, beside, place))
+        self.layers = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(recipe.dim)
         self.lm_head = nn.Linear(recipe.dim, VOCABULARY, bias=False)
         if recipe.tied:

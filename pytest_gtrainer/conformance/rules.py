@@ -24,6 +24,8 @@ from pytest_gtrainer._torch.passes import ALL_TO_ALL
 from pytest_gtrainer._torch.process_groups import group_ranks, plain_reduction
 from pytest_gtrainer._torch.random_states import random_state
 from pytest_gtrainer._torch.values import pytree, strides_that_count
+from pytest_gtrainer.attack.deadlock import Calls, calls_of, find_luck, find_waits
+from pytest_gtrainer.attack.queues import Schedule
 from pytest_gtrainer.bisect import run_on_all
 from pytest_gtrainer.conformance.judging import (
     IN_PLACE,
@@ -47,6 +49,7 @@ from pytest_gtrainer.conformance.recipes import (
     mesh_of,
     step,
 )
+from pytest_gtrainer.facts import counted
 from pytest_gtrainer.golden.compare import difference
 from pytest_gtrainer.graph.bucket_plan import Plan
 from pytest_gtrainer.graph.collectives import (
@@ -541,6 +544,84 @@ def _in_order(gm: fx.GraphModule) -> list[str]:
             sizes = [f"{value.dtype}{list(value.shape)}" for value in _operands(launch)]
             found.append(f"{kind_of(launch) or launch.target} of {', '.join(sizes)}")
     return found
+
+
+MESSAGES = Recipe(inside="sends", mesh=BESIDE.mesh)
+
+
+def _calls_on_all_ranks(run: Run) -> tuple[dict[int, Calls], dict[int, Calls]]:
+    """Return what each rank calls before and after the pass.
+
+    All worlds name their groups from one number, so a group has one name on all its ranks.
+
+    Raises:
+        Nothing: the ranks wait for ever without the pass.
+    """
+    names, size = new_group_names(), run.recipe.size
+    before, after = {}, {}
+    for rank in range(size):
+        with fake_group_beside(rank, size, names):
+            there = replace(run)
+            before[rank] = calls_of(there.before)
+            result = there.after
+            try:
+                after[rank] = calls_of(result)
+            except ValueError as error:
+                raise AssertionError(f"on rank {rank}: {error}") from None
+    waits = find_waits(_schedules(before))
+    if waits:
+        raise Nothing(f"without the pass ranks wait for ever, too: {waits}")
+    return before, after
+
+
+def _schedules(calls: dict[int, Calls]) -> dict[int, Schedule]:
+    return {rank: each.schedule for rank, each in calls.items()}
+
+
+@rule(
+    "order",
+    "collectives keep one order in each group, no rank waits for ever, and luck decides no order",
+    tuple(kind for kind in IN_PLACE if kind not in CANONICAL),
+    HYBRID,
+    BESIDE,
+    ODD,
+)
+def keeps_one_order(run: Run) -> None:
+    """Put the collectives of all ranks into the queues of their groups."""
+    before, after = _calls_on_all_ranks(run)
+    if not any(calls.schedule for calls in before.values()):
+        raise Nothing("its graphs do not communicate")
+    waits = find_waits(_schedules(after))
+    if waits:
+        raise AssertionError(f"ranks wait for each other\n{waits}")
+    lucky = find_luck(_schedules(after))
+    if lucky and not find_luck(_schedules(before)):
+        raise AssertionError(f"only luck keeps this order: {lucky[0]}")
+
+
+@rule(
+    "p2p",
+    "sends and receives of all ranks match: peer, order, tag, shape and dtype, each once",
+    tuple(kind for kind in IN_PLACE if kind not in DDP),
+    MESSAGES,
+    may_refuse=True,
+)
+def keeps_messages(run: Run) -> None:
+    """Compare the messages of each rank with those of before, and match those of all ranks."""
+    before, after = _calls_on_all_ranks(run)
+    if not any(calls.messages for calls in before.values()):
+        raise Nothing("its graphs send no messages")
+    for rank, calls in before.items():
+        was, now = (Counter(words for words, _ in each.messages) for each in (calls, after[rank]))
+        for words, where in (*calls.messages, *after[rank].messages):
+            if was[words] != now[words]:
+                raise AssertionError(
+                    f"rank {rank}: {words} ({where}): {counted(was[words], 'message')} before the "
+                    f"pass, {now[words]} behind it"
+                )
+    waits = find_waits(_schedules(after))
+    if waits:
+        raise AssertionError(f"ranks wait for each other\n{waits}")
 
 
 def print_texts() -> None:

@@ -54,6 +54,7 @@ _STANDS_BESIDE = frozenset(
 )
 """Operators of communicating namespaces that start nothing: waits, look-ups, preparations."""
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
+_MESSAGES = ("isend", "irecv", "send", "recv_", "recv_any_source_", "batch_p2p_ops")
 _KIND = re.compile(r"all_?gather|reduce_scatter|all_?reduce|all_?to_?all|broadcast")
 _KINDS = {"allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all"}
 
@@ -134,6 +135,11 @@ def launches(target: Any) -> bool:
     # Torch's packing operators take a group, too, and start nothing.
     takes_group = any(argument.name == "group_name" for argument in schema(target).arguments)
     return takes_group and space != "bucketing"
+
+
+def is_message(node: fx.Node) -> bool:
+    """Return whether a node sends to another rank, or receives from one."""
+    return launches(node.target) and short_name(node) in _MESSAGES
 
 
 def kind_of(launch: fx.Node) -> str:

@@ -723,3 +723,51 @@ def test_a_ring_of_messages_is_a_warning_and_a_batch_is_none():
     assert (
         assert_no_deadlock({rank: exchange(rank, True) for rank in range(3)}, groups=groups) == ()
     )
+
+
+def cut_behind_its_launch(first, second, name="p", view=False):
+    """Two graphs: an all-reduce is started in one, and waited for in the next, before another."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    started = graph.call_function(functional.all_reduce.default, (x, "sum", first), name="p")
+    later = fx.Graph()
+    x, waited = later.placeholder("x"), later.placeholder(name)
+    if view:
+        waited = later.call_function(torch.ops.aten.view.default, (waited, [4]))
+    later.call_function(functional.wait_tensor.default, (waited,))
+    made = later.call_function(functional.all_reduce.default, (x, "sum", second))
+    later.call_function(functional.wait_tensor.default, (made,))
+    for each in (graph, later):
+        for node in each.nodes:
+            node.meta["val"] = torch.empty(4)
+    graph.output((started,))
+    later.output(())
+    return [fx.GraphModule({}, graph), fx.GraphModule({}, later)]
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_launch_of_one_graph_is_waited_for_in_the_next(view):
+    """Q6: the same program as in one graph, a ring of three pairs."""
+    orders = {0: "ac", 1: "ba", 2: "cb"}
+    graphs = {rank: cut_behind_its_launch(*order, view=view) for rank, order in orders.items()}
+    with pytest.raises(Deadlock, match=r"rank 0 waits in all_reduce of \[0, 1\] \(p\)"):
+        assert_no_deadlock(graphs, groups=PAIRS)
+    right = {rank: cut_behind_its_launch(*sorted(order)) for rank, order in orders.items()}
+    assert assert_no_deadlock(right, groups=PAIRS) == ()
+    # A graph alone waits for what is there, as a backward does.
+    alone = {rank: right[rank][1] for rank in (0, 2)}
+    assert assert_no_deadlock(alone, groups={"c": PAIRS["c"]}) == ()
+
+
+def test_an_input_that_may_be_an_earlier_launch_is_refused():
+    """Q6: under another name."""
+    graphs = {rank: cut_behind_its_launch("pp", "pp", name="y") for rank in range(2)}
+    with pytest.raises(ValueError, match="waits for its input y, and one before it returns p"):
+        assert_no_deadlock(graphs, groups=GROUPS)
+
+
+@pytest.mark.parametrize("ranks", [[[0, 1, 1]], [[0, 1], [1, 2]]])
+def test_a_rank_that_is_twice_in_a_group_is_refused(ranks):
+    gm = stage(("all_reduce", "sum"))
+    with pytest.raises(ValueError, match="a rank is there twice"):
+        assert_no_deadlock({0: gm, 1: gm}, groups={"pp": ranks})

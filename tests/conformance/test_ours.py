@@ -21,7 +21,9 @@ from pytest_gtrainer.conformance import (
 from pytest_gtrainer.conformance.judging import RULES, judge
 
 second_tier = pytest.mark.second_tier
-slow_rules = second_tier("D9", "generated", "process", "growth", "cost", "ranks", "bits", "nodes")
+slow_rules = second_tier(
+    "D9", "generated", "process", "growth", "cost", "ranks", "order", "p2p", "bits", "nodes"
+)
 
 ours = gt.joint_transformer_block_bucketing_reordering_pass
 test_our_bucketing = slow_rules(bucketing(ours, strict=True))

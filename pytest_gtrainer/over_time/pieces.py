@@ -6,8 +6,9 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from pytest_gtrainer._torch.random_states import GeneratorStates, random_state
@@ -34,30 +35,78 @@ class Piece:
 def pieces_of(trainer: Any) -> dict[str, Piece]:
     """Return the pieces of a trainer by name, as they are now.
 
-    These are attributes with a ``state_dict``, numbers, numbers of attributes that are plain
-    objects, and the random states of the process.
+    These are attributes with a ``state_dict``, tensors and numbers; those inside of its lists,
+    dicts and plain objects; and the random states of the process.
     """
     found = {}
-    for name, holder, key, value in _values(trainer):
+    for name, get, put in _places(trainer):
+        value = get()
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             state = pytree.tree_map(_copy, value.state_dict())
-            found[name] = Piece(state, partial(value.load_state_dict, state))
+            found[name] = Piece(state, partial(_load, get, state))
+        elif isinstance(value, Tensor):
+            kept = _copy(value)
+            found[name] = Piece(kept, partial(_write, get, put, kept))
         elif type(value) in (int, float):
-            found[name] = Piece(value, partial(setattr, holder, key, value))
+            found[name] = Piece(value, partial(put, value))
     found[RANDOM] = Piece(random_state(), GeneratorStates.now().put_back)
     return found
 
 
-def _values(trainer: Any) -> Iterator[tuple[str, Any, str, Any]]:
-    """Yield values by name, with the object that has them and the attribute's name."""
+Get: TypeAlias = Callable[[], Any]
+Put: TypeAlias = Callable[[Any], None]
+
+
+def _places(trainer: Any) -> Iterator[tuple[str, Get, Put]]:
+    """Yield the places of values by name, each as functions that read and write it.
+
+    They go through the trainer, as a load may replace its lists and objects.
+    """
     for key, value in vars(trainer).items():
-        yield key, trainer, key, value
+        get = partial(getattr, trainer, key)
+        yield key, get, partial(setattr, trainer, key)
         if isinstance(value, list | tuple):
             for place, part in enumerate(value):
-                yield f"{key}.{place}", trainer, "", None if type(part) in (int, float) else part
+                # Nothing can be put into a tuple.
+                if isinstance(value, tuple) and not hasattr(part, "load_state_dict"):
+                    continue
+                yield f"{key}.{place}", partial(_item, get, place), partial(_put_item, get, place)
+        elif isinstance(value, dict):
+            for name in value:
+                yield f"{key}.{name}", partial(_item, get, name), partial(_put_item, get, name)
         elif not hasattr(value, "load_state_dict") and hasattr(value, "__dict__"):
-            for inner, part in vars(value).items():
-                yield f"{key}.{inner}", value, inner, part
+            for name in vars(value):
+                yield f"{key}.{name}", partial(_part, get, name), partial(_put_part, get, name)
+
+
+def _item(get: Get, key: Any) -> Any:
+    return get()[key]
+
+
+def _put_item(get: Get, key: Any, value: Any) -> None:
+    get()[key] = value
+
+
+def _part(get: Get, name: str) -> Any:
+    return getattr(get(), name)
+
+
+def _put_part(get: Get, name: str, value: Any) -> None:
+    setattr(get(), name, value)
+
+
+def _load(get: Get, state: Any) -> None:
+    get().load_state_dict(state)
+
+
+def _write(get: Get, put: Put, value: Tensor) -> None:
+    """Write into the tensor, which others may hold, or put another one where it does not fit."""
+    now = get()
+    if isinstance(now, Tensor) and now.shape == value.shape:
+        with torch.no_grad():
+            now.copy_(value)
+    else:
+        put(value)
 
 
 def _copy(leaf: Any) -> Any:
@@ -68,5 +117,12 @@ def _copy(leaf: Any) -> Any:
 
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and same_bytes(byte_view(a), byte_view(b))
-    return type(a) is type(b) and bool(a == b)
+        are_alike = (a.dtype, a.shape) == (b.dtype, b.shape)
+        return are_alike and same_bytes(byte_view(a), byte_view(b))
+    if type(a) is not type(b):
+        return False
+    # Copies of what compares by identity would never be equal.
+    if type(a).__eq__ is object.__eq__:
+        return True
+    same = a == b
+    return bool(same.all() if hasattr(same, "all") else same)  # of an array of NumPy

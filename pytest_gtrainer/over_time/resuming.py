@@ -19,7 +19,7 @@ from pytest_gtrainer.numerics.bits import is_dtensor
 from pytest_gtrainer.numerics.record import normalised
 from pytest_gtrainer.over_time.comparing import Comparison, compare_runs
 from pytest_gtrainer.over_time.files import Run, read_run
-from pytest_gtrainer.over_time.pieces import pieces_of
+from pytest_gtrainer.over_time.pieces import Piece, pieces_of
 from pytest_gtrainer.over_time.recorder import record_training
 from pytest_gtrainer.worlds.gathering import gather_objects
 
@@ -47,10 +47,13 @@ def assert_resumes(
     takes the rest. Directly after the load, weights, moments, buffers and random states are
     compared, then every phase of each step: data, losses, gradients, options.
 
-    Controls must differ: a trainer that was not loaded; and for each piece of state that the load
-    changes, one that was loaded without it. Pieces are attributes of the trainer that have a
-    ``state_dict``, numbers, numbers of its plain objects, and random states. On ranks, every rank
-    must call this.
+    Pieces of state are attributes of the trainer that have a ``state_dict``, tensors, numbers,
+    those inside of its lists, dicts and plain objects, and random states. A piece that is another
+    one after the load, and after the last step, was forgotten. One that each step makes anew is
+    not.
+
+    Controls must differ: a trainer that was not loaded; and for each piece that the load changes,
+    one that was loaded without it. On ranks, every rank must call this.
 
     Args:
         make: makes a trainer: ``model``, ``optimizer`` (or several), and ``step()``. It is called
@@ -105,13 +108,17 @@ def assert_resumes(
         _of_first_rank("all ranks have read")
         if faults:
             raise NotResumed(faults[0])
+        _refuse_forgotten(set(_of_all_ranks(runs.forgotten)) - set(unseen))
 
         _in_world(sizes[0], folder, runs.without_pieces)
         _of_first_rank("all ranks have written")
+        seen_at_end = _of_all_ranks(runs.seen_at_end)
         for path in sorted((folder / "without").glob("*")):
             comparison = compare_runs(whole, read_run(path), at=at)
             if comparison.status:
                 result.dropped[path.name] = ", ".join(map(str, comparison.differences[:1]))
+            elif path.name in seen_at_end:
+                result.dropped[path.name] = f"{path.name} after the last step"
             elif path.name not in unseen:
                 faults.append(
                     f"a trainer that was loaded without {path.name} is equal, so this check does "
@@ -122,6 +129,16 @@ def assert_resumes(
     if faults:
         raise NotResumed(faults[0])
     return result
+
+
+def _refuse_forgotten(names: set[str]) -> None:
+    if names:
+        name = min(names)
+        more = f", and so are {facts.spell_some(sorted(names - {name}))}" if len(names) > 1 else ""
+        raise NotResumed(
+            f"{name} of the trainer is not as it was saved, neither after the load nor after the "
+            f"last step{more}: save and load it; if no step depends on it, unseen=[{name!r}]"
+        )
 
 
 class _Runs:
@@ -139,11 +156,17 @@ class _Runs:
     ) -> None:
         self.make, self.save, self.load, self.beside = make, save, load, beside
         self.at, self.steps, self.folder = at, steps, folder
+        # Names of pieces: that the load changes, that it forgets, and whose absence the end shows.
         self.changed: list[str] = []
+        self.forgotten: list[str] = []
+        self.seen_at_end: list[str] = []
+        self._saved: dict[str, Piece] = {}
+        self._ended: dict[str, Piece] = {}
 
     def in_first_world(self) -> None:
         trainer = self.make()
         self._train(trainer, "whole", 0, self.steps)
+        self._ended = pieces_of(trainer)
         _write_weights(trainer.model, self.folder / "whole.weights")
 
         trainer = self.make()
@@ -154,6 +177,13 @@ class _Runs:
             if name in after and not piece.equals(after[name]):
                 self.changed.append(name)
         self._train(trainer, "resumed", self.at, self.steps)
+        ended = pieces_of(trainer)
+        for name in self._saved:
+            # These are recorded, and their records have been compared.
+            if name.partition(".")[0] in ("model", "optimizer"):
+                continue
+            if _differs(name, self._saved, after) and _differs(name, self._ended, ended):
+                self.forgotten.append(name)
         self._train(self.make(), "not loaded", 0, 1)
 
     def without_pieces(self) -> None:
@@ -164,6 +194,8 @@ class _Runs:
             self.load(trainer, self.folder / "saved")
             before[name].put_back()
             self._train(trainer, f"without/{name}", self.at, self.steps)
+            if _differs(name, self._ended, pieces_of(trainer)):
+                self.seen_at_end.append(name)
 
     def in_other_world(self, name: str) -> None:
         trainer = self.make()
@@ -183,6 +215,7 @@ class _Runs:
             for step in range(first, last):
                 trainer.step()
                 if name == "whole" and step + 1 == self.at:
+                    self._saved = pieces_of(trainer)
                     saving = self.save(trainer, self.folder / "saved")
         if hasattr(saving, "result"):
             saving.result()
@@ -191,6 +224,13 @@ class _Runs:
                 f"{recorder.recorded} of {last - first} steps were recorded: each step() is to "
                 "call backward and step the optimizer of the trainer once"
             )
+
+
+def _differs(name: str, expected: Mapping[str, Piece], actual: Mapping[str, Piece]) -> bool:
+    """Return whether a piece is missing on one side, or has other bits."""
+    if name not in expected or name not in actual:
+        return True
+    return not expected[name].equals(actual[name])
 
 
 def _checked(worlds: Sequence[int] | None, bound: float | None) -> Sequence[int | None]:

@@ -2,8 +2,10 @@
 named.
 """
 
+import copy
 import runpy
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,6 +90,88 @@ def test_each_piece_of_state_that_is_dropped(make, drop, named):
     assert f"first difference: {named}" in str(error.value)
 
 
+class Plain:
+    """A trainer with further state, which no weight depends on within a few steps.
+
+    ``forget`` names the attribute that is not loaded.
+    """
+
+    def __init__(self, forget=""):
+        torch.manual_seed(0)
+        self.forget = forget
+        self.model = torch.nn.Linear(4, 2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.average = copy.deepcopy(self.model)
+        self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [50])
+        self.count, self.best, self.last_loss = 0, None, None
+        self.norm, self.totals = torch.zeros(4), {"rows": 0, "sums": torch.zeros(2)}
+        self.plain = SimpleNamespace(epoch=0)
+        self.history = [0.0]
+
+    def step(self):
+        loss = self.model(torch.randn(3, 4)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        with torch.no_grad():
+            for own, theirs in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                own.lerp_(theirs, 0.1)
+            self.norm.add_(self.model.weight[0])
+            self.totals["sums"].add_(self.model.bias)
+        self.last_loss = loss.item()  # made anew in each step
+        self.count += 1
+        self.plain.epoch += 1
+        self.totals["rows"] += 3
+        self.history[0] += loss.item()
+        self.best = min(loss.item(), self.best or 100.0)
+
+    def save(self, folder):
+        kept = {name: value for name, value in vars(self).items() if name != "last_loss"}
+        torch.save((copy.deepcopy(kept), torch.get_rng_state()), folder)
+
+    def load(self, folder):
+        kept, random = torch.load(folder, weights_only=False)
+        torch.set_rng_state(random)
+        for name in ("model", "optimizer", "average", "schedule"):
+            if name != self.forget:
+                getattr(self, name).load_state_dict(kept[name].state_dict())
+        for name in ("count", "best", "norm", "totals", "plain", "history"):
+            if name != self.forget:
+                setattr(self, name, kept[name])
+
+
+FORGOTTEN = {
+    "average": "average",
+    "schedule": "schedule",
+    "count": "count",
+    "best": "best",
+    "norm": "norm",
+    "totals": "totals.rows of the trainer .*, and so are totals.sums: ",
+    "plain": "plain.epoch",
+    "history": "history.0",
+}
+
+
+@pytest.mark.parametrize("forget", FORGOTTEN)
+def test_a_piece_that_the_load_forgets(forget):
+    """Z3: no step of this run depends on it."""
+    words = FORGOTTEN[forget]
+    if " " not in words:
+        words += " of the trainer is not as it was saved"
+    with pytest.raises(NotResumed, match=words):
+        assert_resumes(lambda: Plain(forget), Plain.save, Plain.load, at=2, steps=4)
+
+
+def test_pieces_that_only_the_end_shows():
+    """Their controls differ after the last step; what each step makes anew needs no load."""
+    result = assert_resumes(Plain, Plain.save, Plain.load, at=2, steps=4)
+    assert result.dropped["average"] == "average after the last step"
+    assert result.dropped["schedule"] == "schedule after the last step"
+    assert set(result.dropped) >= {"count", "norm", "totals.sums", "plain.epoch", "history.0"}
+    assert_resumes(lambda: Plain("count"), Plain.save, Plain.load, at=2, steps=4, unseen=["count"])
+
+
 def test_checks_that_cannot_fail(make):
     with pytest.raises(ValueError, match="at=4 of steps=4: a run is saved after its first step"):
         resumes(make, lambda trainer, folder: trainer.load(folder), at=4)
@@ -118,22 +202,28 @@ def test_checks_that_cannot_fail(make):
 
 
 @pytest.mark.second_tier
+class Unread(Plain):
+    """It loads what each step makes anew."""
+
+    def load(self, folder):
+        super().load(folder)
+        self.last_loss = torch.load(folder, weights_only=False)[0]["norm"].sum().item()
+
+
 def test_a_piece_whose_loss_nobody_would_see(make):
-    """Z6: an average beside the model that is not named."""
+    """Z6: a control that is equal."""
 
-    def without_the_average(**how):
-        return assert_resumes(
-            make,
-            lambda trainer, folder: trainer.save(folder),
-            lambda trainer, folder: trainer.load(folder),
-            at=1,
-            steps=3,
-            **how,
-        )
+    def check(**how):
+        return assert_resumes(Start, Plain.save, Unread.load, at=2, steps=4, **how)
 
-    with pytest.raises(NotResumed, match="loaded without ema is equal, so this check does not see"):
-        without_the_average()
-    assert "ema" not in without_the_average(unseen=["ema"]).dropped
+    class Start(Unread):
+        def __init__(self):
+            super().__init__()
+            self.last_loss = 0.0
+
+    with pytest.raises(NotResumed, match="without last_loss is equal, so this check does not see"):
+        check()
+    assert "last_loss" not in check(unseen=["last_loss"]).dropped
 
 
 def test_the_distance_of_weights():

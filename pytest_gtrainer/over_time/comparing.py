@@ -141,7 +141,11 @@ class Comparison:
 
         if not self.differences:
             values, steps = counted(self.compared, "value"), counted(len(self.steps), "step")
-            yield f"equal: {values} in {steps}"
+            alone = 0
+            for run in self.runs:
+                alone += len(set(run.steps)) - len(self.steps)
+            left = f"; {counted(alone, 'step')} compared with nothing" if alone else ""
+            yield f"equal: {values} in {steps}{left}"
             return
 
         first, *others = self.differences

@@ -17,7 +17,7 @@ from pytest_gtrainer.attack.oracles import NOT_JUDGED, RAISED, Failure, by_proof
 from pytest_gtrainer.attack.reduce import Reduction, pass_file, write_whole
 from pytest_gtrainer.facts import counted
 from pytest_gtrainer.graphtext import header
-from pytest_gtrainer.passes.graph_pass import Pass, lint, returned
+from pytest_gtrainer.passes.graph_pass import Pass, lint, refusing_written_constants, returned
 
 REFUSALS = (ValueError, NotImplementedError)
 """Errors by which a pass says that a graph is not for it.
@@ -92,7 +92,8 @@ class Fuzzer:
         old = _shape(gm)  # before the pass, which may change the graph in place
 
         try:
-            after = returned(self.a_pass(gm, inputs_of(gm)))
+            with refusing_written_constants(gm, self.name):
+                after = returned(self.a_pass(gm, inputs_of(gm)))
             lint(after.graph, self.name)
         except REFUSALS as error:
             self.refused[str(error).partition("\n")[0]] += 1

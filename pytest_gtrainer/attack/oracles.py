@@ -25,7 +25,13 @@ from pytest_gtrainer.attack.pairs import cut_to_pairs
 from pytest_gtrainer.graph.collectives import launches
 from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.graphtext import header
-from pytest_gtrainer.passes.graph_pass import Pass, as_pass, lint, returned
+from pytest_gtrainer.passes.graph_pass import (
+    Pass,
+    as_pass,
+    lint,
+    refusing_written_constants,
+    returned,
+)
 from pytest_gtrainer.proofs.inputs import draw_inputs
 from pytest_gtrainer.proofs.proof import KINDS
 from pytest_gtrainer.proofs.prove import prove_at_once
@@ -179,7 +185,8 @@ def by_proof(a_pass: Pass, at_least: str) -> Oracle:
         with world_of(text) as size:
             gm, before = graphtext.parse(text), graphtext.parse(text)
             try:
-                after = returned(a_pass(gm, inputs_of(gm)))
+                with refusing_written_constants(gm, "the pass"):
+                    after = returned(a_pass(gm, inputs_of(gm)))
                 lint(after.graph, "the pass")
             except RAISED as error:
                 return Failure(type(error).__name__, f"the pass raises {_first_line(error)}")

@@ -31,7 +31,12 @@ from pytest_gtrainer.conformance.recipes import (
 from pytest_gtrainer.facts import counted
 from pytest_gtrainer.graph.layout import Payload, bucket_layout
 from pytest_gtrainer.graphtext.rendering import render
-from pytest_gtrainer.passes.graph_pass import as_pass, options_of
+from pytest_gtrainer.passes.graph_pass import (
+    WrittenConstantError,
+    as_pass,
+    options_of,
+    refusing_written_constants,
+)
 from pytest_gtrainer.worlds import MARKER
 
 World = tuple[str, dict[str, Any]]
@@ -153,12 +158,13 @@ class Adapter:
         ``given`` are the options that the recipe has for it: those that the pass takes are used.
         Raises TypeError if the pass returned no graph, or one that reads nodes of another graph.
         """
-        if self.call is not None:
-            result = self.call(gm, *given.values())
-        else:
-            options = {name: given[name] for name in options_of(self.function) if name in given}
-            inputs = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
-            result = as_pass(self.function)(gm, inputs, **{**options, **self.options})
+        with refusing_written_constants(gm, self.name):
+            if self.call is not None:
+                result = self.call(gm, *given.values())
+            else:
+                options = {name: given[name] for name in options_of(self.function) if name in given}
+                inputs = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+                result = as_pass(self.function)(gm, inputs, **{**options, **self.options})
         if result is None and self.in_place:
             result = gm
         if not isinstance(result, fx.GraphModule):
@@ -216,7 +222,15 @@ class Refused(Raised):
     """
 
 
-CRASHES = (AttributeError, LookupError, NameError, ArithmeticError, RecursionError, StopIteration)
+CRASHES = (
+    AttributeError,
+    LookupError,
+    NameError,
+    ArithmeticError,
+    RecursionError,
+    StopIteration,
+    WrittenConstantError,
+)
 
 
 class Hung(BaseException):

@@ -11,15 +11,17 @@ import enum
 import functools
 import hashlib
 import inspect
+import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec
 
 import torch
 from torch import fx
 
 from pytest_gtrainer._torch.passes import sort_as_inductor
+from pytest_gtrainer._torch.values import writes_to
 from pytest_gtrainer.facts import spell_some
 from pytest_gtrainer.graph.collectives import find_early_read
 from pytest_gtrainer.graph.nodes import direction, node_fqn, walk
@@ -153,6 +155,36 @@ def as_pass(a_pass: Callable[..., Any]) -> Pass:
         return gm
 
     return run
+
+
+class WrittenConstantError(RuntimeError):
+    """A pass has written to a tensor that the graph before it shares."""
+
+
+@contextmanager
+def refusing_written_constants(gm: fx.GraphModule, by: str) -> Iterator[None]:
+    """Refuse a write to a tensor that the graph has as an attribute.
+
+    The graph before the pass shares the tensor, so no comparison of the two would show the write.
+
+    Raises:
+        WrittenConstantError: names the attribute, behind the block.
+    """
+    before = []
+    for node in gm.graph.find_nodes(op="get_attr"):
+        with suppress(AttributeError):  # lint says so of an attribute that is missing
+            tensor = operator.attrgetter(node.target)(gm)
+            # Nobody counts writes to a tensor of inference mode.
+            if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
+                before.append((node.target, tensor, writes_to(tensor)))
+    yield
+    for target, tensor, writes in before:
+        if writes_to(tensor) != writes:
+            raise WrittenConstantError(
+                f"{by} writes to the tensor {target} of the graph, which the graph before the "
+                "pass shares: set another tensor as an attribute of another name, and let the node "
+                "read that"
+            )
 
 
 def returned(result: object) -> fx.GraphModule:

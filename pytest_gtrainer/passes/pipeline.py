@@ -42,6 +42,7 @@ from pytest_gtrainer.passes.graph_pass import (
     bind_options,
     lint,
     options_of,
+    refusing_written_constants,
     returned,
 )
 from pytest_gtrainer.passes.joint import joint_transformer_block_bucketing_reordering_pass
@@ -454,7 +455,8 @@ def _run(
             rewrite(gm, example_inputs, **options)
             result = gm
         else:
-            result = returned(step.function(gm, example_inputs, **options))
+            with refusing_written_constants(gm, step.name):
+                result = returned(step.function(gm, example_inputs, **options))
     except Exception as error:
         error.add_note(f"in the graph pass {step}")
         raise

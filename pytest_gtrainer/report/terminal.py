@@ -51,6 +51,8 @@ _TOPICS = (
 _RULE = ("rule", "result", "says", "graph", "why")
 _WORST = ("error", "broken", "proves nothing", "not claimed", "held")
 _JUDGED = {"error", "broken", "held"}
+_BESIDE_THE_GRAPH = "held beside the graph"
+"""The result of the rule ``state``: a pass that does nothing to a graph holds it, too."""
 
 
 class SummaryPlugin:
@@ -281,7 +283,10 @@ class ConformanceTable:
         for fact in facts.of_kind(getattr(report, "gt_facts", []), "conformance"):
             # A test may judge, on purpose, a pass that proves nothing, and pass: it chose no rules.
             if report.skipped or fact["result"] in _JUDGED:
-                self._results.setdefault(fact["pass"], set()).add(fact["result"])
+                result = fact["result"]
+                if (fact["rule"], result) == ("state", "held"):
+                    result = _BESIDE_THE_GRAPH
+                self._results.setdefault(fact["pass"], set()).add(result)
             rows = self._rows.setdefault(fact["pass"], {})
             known = rows.get(fact["rule"], fact)
             rows[fact["rule"]] = min(known, fact, key=lambda each: _WORST.index(each["result"]))
@@ -300,7 +305,7 @@ class ConformanceTable:
         """Return a sentence for each pass without a judged rule; such a run must not be green."""
         found = []
         for name, results in self._results.items():
-            if results & _JUDGED:
+            if results & _JUDGED or results == {_BESIDE_THE_GRAPH}:
                 continue
             if "proves nothing" in results:
                 found.append(

@@ -30,7 +30,14 @@ from pytest_gtrainer.numerics.graph_inputs import (
     try_extremes,
 )
 from pytest_gtrainer.numerics.graph_run import all_nan, run_graph, why_nothing_shows, with_one_nan
-from pytest_gtrainer.passes.graph_pass import BoundPass, Pass, as_pass, lint, returned
+from pytest_gtrainer.passes.graph_pass import (
+    BoundPass,
+    Pass,
+    as_pass,
+    lint,
+    refusing_written_constants,
+    returned,
+)
 from pytest_gtrainer.proofs.proof import AnotherFunction
 from pytest_gtrainer.proofs.prove import assert_same_function
 from pytest_gtrainer.testing.pass_file import PassFile, PassFileError, read_pass_file
@@ -211,7 +218,8 @@ class _Run:
             before = text
             try:
                 a_pass = as_pass(self._known[call.name])
-                self._gm = returned(a_pass(self._gm, self._inputs, **call.options))
+                with refusing_written_constants(self._gm, call.name):
+                    self._gm = returned(a_pass(self._gm, self._inputs, **call.options))
                 lint(self._gm.graph, call.name)
             except Exception as error:
                 error.add_note(f"in {call.name}, of {call.place}")

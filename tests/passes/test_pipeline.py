@@ -23,7 +23,7 @@ from pytest_gtrainer import (
     graphtext,
     tag_with_memory_policy_pass,
 )
-from pytest_gtrainer.passes.graph_pass import graph_pass
+from pytest_gtrainer.passes.graph_pass import WrittenConstantError, graph_pass
 from pytest_gtrainer.passes.pipeline import SLOTS
 
 # the passes that always run, in order: a new one is named here
@@ -694,3 +694,51 @@ def test_passes_that_are_added_to_a_slot_run_behind_ours():
         for step in construct_default_graph_passes(n_layers=1, extra={"bucketing": [marked_pass]})
     ]
     assert names == [*plain[: place + 1], "marked_pass", *plain[place + 1 :]]
+
+
+def with_constants():
+    """A graph with two tensors of its own, the second inside of a submodule."""
+
+    def function(x):
+        return (x + torch.tensor([1.0, 2.0])) * torch.tensor([3.0, 4.0])
+
+    gm = make_fx(function)(torch.ones(2))
+    first, second = gm.graph.find_nodes(op="get_attr")
+    gm.inner = torch.nn.Module()
+    gm.inner.register_buffer("table", getattr(gm, second.target))
+    second.target = "inner.table"
+    gm.recompile()
+    return gm, [first.target, second.target]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_pass_that_writes_to_a_constant_is_refused_by_name(place):
+    """The graphs before and after it share the tensor, so they would be equal."""
+    gm, names = with_constants()
+
+    def doubles(gm):
+        functools.reduce(getattr, names[place].split("."), gm).mul_(2)
+        return gm
+
+    def nothing(gm):
+        return gm
+
+    words = f"doubles writes to the tensor {names[place]} of the graph"
+    with pytest.raises(WrittenConstantError, match=words):
+        apply_graph_passes(gm, None, [nothing, doubles, nothing])
+
+
+def test_a_pass_may_replace_a_constant():
+    gm, _ = with_constants()
+
+    def replaces(gm):
+        (node, _) = gm.graph.find_nodes(op="get_attr")
+        gm.register_buffer("other", 2 * getattr(gm, node.target))
+        node.target = "other"
+        gm.recompile()
+        return gm
+
+    done = apply_graph_passes(gm, None, [replaces])
+    x = torch.ones(2)
+    assert gm(x).tolist() == [6.0, 12.0]
+    assert done(x).tolist() == [9.0, 20.0]

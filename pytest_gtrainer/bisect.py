@@ -250,7 +250,13 @@ def bisect_passes(
 
     Raises:
         ValueError: under a fake process group, whose collectives move no data.
+        TypeError: ``traced`` is a graph, which does not know its inputs.
     """
+    if isinstance(traced, fx.GraphModule):
+        raise TypeError(
+            "bisect_passes takes what trace_step returns, and was given a GraphModule: give the "
+            "TracedStep; two graphs of another tracer are compared by prove or assert_same_values"
+        )
     run_on: Callable[[Sequence[Any]], Run]
     stages = [Stage("", traced.gm)]
     bound = all_bound(passes)

@@ -138,7 +138,15 @@ class Sweep:
         return [Cell(tuple(zip(self.axes, values, strict=True))) for values in products]
 
     def rule(self, cell: Cell) -> Rule:
-        """Return the first rule that fits; one that claims "unknown" if none does."""
+        """Return the first rule that fits; one that claims "unknown" if none does.
+
+        Raises:
+            ValueError: the cell is of other axes.
+        """
+        if {axis for axis, _ in cell.settings} != set(self.axes):
+            raise ValueError(
+                f"{cell} is no cell of sweep {self.name!r}, whose axes are {', '.join(self.axes)}"
+            )
         unknown = Rule("unknown", reason="no rule fits")
         return next((rule for rule in self.rules if rule.fits(cell)), unknown)
 

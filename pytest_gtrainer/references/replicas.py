@@ -84,7 +84,8 @@ def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh, over: str) -> None
     sharded.
 
     Judged are parameters, their gradients and buffers: plain tensors, and DTensors that have no
-    such dimension or are replicated over it. Every rank of the world calls it, after a step.
+    such dimension or are replicated over it. Every rank of the world calls it, after a step. The
+    summary names what is partial, of which each rank holds one summand.
 
     Raises:
         ReplicasDiffer: on every rank, with the first tensor, two ranks, and how many tensors
@@ -117,6 +118,10 @@ def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh, over: str) -> None
         )
 
     _refuse_not_finite(model, compared)
+    for name, tensor in state_of(model):
+        if isinstance(tensor, DTensor) and any(place.is_partial() for place in tensor.placements):
+            what = f"{name} is {tensor.placements}: ranks hold summands, which were not compared"
+            facts.emit("idle", what=what)
 
 
 def _refuse_not_finite(model: nn.Module, compared: int) -> None:

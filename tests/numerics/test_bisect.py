@@ -369,3 +369,9 @@ def test_in_a_simulated_world(gt_mesh, gt_world):
         bisect_passes(traced, HARMLESS, [flat, flat], world=gt_world, meshes=[gt_mesh]).outcome
         == "equal"
     )
+
+
+def test_a_graph_in_the_place_of_a_step_is_refused():
+    traced = trace_step(Net(), step, BATCH)
+    with pytest.raises(TypeError, match="takes what trace_step returns, and was given a Graph"):
+        bisect_passes(traced.gm, [canonicalize_graph_pass], BATCH)

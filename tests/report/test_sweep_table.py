@@ -233,3 +233,12 @@ def test_a_rule_that_needs_a_gpu_gives_way_where_there_is_one(monkeypatch: pytes
 def test_rules_that_could_never_fit_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_cell_of_another_sweep_is_refused():
+    """Also one of more axes, which every rule would fit."""
+    sweep = Sweep("sums", {"order": ("up", "down")}, [Rule("equal", to="the sum in order")])
+    for axes in ({"graph": (True,)}, {"order": ("up",), "graph": (True,)}):
+        (cell,) = Sweep("other", axes, []).cells
+        with pytest.raises(ValueError, match="is no cell of sweep 'sums', whose axes are order"):
+            sweep.rule(cell)

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from pytest_gtrainer import ChunkConfig, NetModel, eager_chunked
+from pytest_gtrainer import ChunkConfig, NetModel, eager_chunked, facts
 from pytest_gtrainer._torch.values import FakeTensorMode
 from pytest_gtrainer.references.replicas import assert_replicas_equal
 from pytest_gtrainer.worlds.simulated import NoModel
@@ -73,6 +73,29 @@ def replicas_of_one(rank):
 def test_a_group_of_one_rank_has_no_replicas_to_compare():
     """A check that compares nothing is no pass."""
     run_threads(3, replicas_of_one, net=NET)
+
+
+@pytest.mark.parametrize("placement", [Partial(), Replicate()])
+def test_a_gradient_that_nobody_has_reduced_is_named_as_not_compared(placement):
+    """Its parts are summands, which differ between ranks; the parameter is compared."""
+
+    def compare_replicas(rank):
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+        model = torch.nn.Linear(2, 2, bias=False)
+        model.weight = torch.nn.Parameter(
+            DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()], run_check=False)
+        )
+        own = torch.full((2, 2), float(rank if placement == Partial() else 1))
+        model.weight.grad = DTensor.from_local(own, mesh, [placement], run_check=False)
+        assert_replicas_equal(model, mesh, "tp")
+
+    words = (
+        "the gradient of weight is (Partial(sum),): ranks hold summands, which were not compared"
+    )
+    with facts.collecting() as seen:
+        run_threads(3, compare_replicas, net=NET)
+    expected = [words] * 3 if placement == Partial() else []
+    assert [fact["what"] for fact in facts.of_kind(seen, "idle")] == expected
 
 
 @pytest.mark.gt_world("fake", size=4)

@@ -35,6 +35,16 @@ _AROUND = {
 }
 
 
+# By the class of a wrapper, or of its base, the name of the module that it wraps.
+_NAME_OF_WRAPPED = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "ActivationWrapper": "_checkpoint_wrapped_module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+}
+
+
 def wrapped_by(module: nn.Module) -> str:
     """Return the name of the class or function of torch that wraps ``module``; "" if none does."""
     if isinstance(module, DistributedDataParallel):
@@ -58,6 +68,27 @@ def unwrapped(module: nn.Module) -> nn.Module:
     while type(module).__name__ in _AROUND and wrapped_by(module):
         module = next(module.children())
     return module
+
+
+def name_without_wrappers(model: nn.Module, name: str) -> str:
+    """Return a name in ``model`` without the parts by which torch's wrappers name what they wrap.
+
+    By the modules on its way, so that a module of the user's may be named ``module``: without it
+    ``weight`` and ``module.weight`` of one model would have one name.
+
+    >>> name_without_wrappers(DataParallel(nn.Sequential(nn.Linear(1, 1))), "module.0.weight")
+    '0.weight'
+    >>> name_without_wrappers(nn.ModuleDict({"module": nn.Linear(1, 1)}), "module.weight")
+    'module.weight'
+    """
+    at: Any = model
+    kept = []
+    for part in name.split("."):
+        classes = [each.__name__ for each in type(at).__mro__]
+        if not any(part == _NAME_OF_WRAPPED.get(each) for each in classes):
+            kept.append(part)
+        at = getattr(at, part, None)
+    return ".".join(kept)
 
 
 def is_about_compiled_code(error: RuntimeError) -> bool:

@@ -15,8 +15,8 @@ from torch import nn
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.fake_groups import new_group_names, real_group_beside
 from pytest_gtrainer._torch.random_states import random_states_kept
+from pytest_gtrainer._torch.wrapped_modules import name_without_wrappers
 from pytest_gtrainer.numerics.bits import is_dtensor
-from pytest_gtrainer.numerics.record import normalised
 from pytest_gtrainer.over_time.comparing import Comparison, compare_runs
 from pytest_gtrainer.over_time.files import Run, read_run
 from pytest_gtrainer.over_time.pieces import Piece, pieces_of
@@ -285,7 +285,7 @@ def _write_weights(model: nn.Module, path: Path) -> None:
         tensor: Any = parameter.detach()
         if is_dtensor(tensor):
             tensor = tensor.full_tensor()
-        weights[normalised(name)] = tensor.cpu()
+        weights[name_without_wrappers(model, name)] = tensor.cpu()
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.save(weights, path)
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer._torch.wrapped_modules import name_without_wrappers
 from pytest_gtrainer.arithmetic.prime import P, Prime
-from pytest_gtrainer.numerics.record import normalised
 from pytest_gtrainer.proofs.prove import common_factor
 
 Placement: TypeAlias = tuple[tuple[str, int], ...]
@@ -57,8 +57,7 @@ class Calls:
 
         handles = []
         for fqn, module in model.named_modules():
-            # As those of parameters, of which the last part is no module.
-            name = normalised(f"{fqn}.weight" if fqn else "weight").rpartition(".")[0]
+            name = name_without_wrappers(model, fqn)
             handles.append(module.register_forward_hook(partial(hook, name)))
         try:
             yield

@@ -22,10 +22,10 @@ from pytest_gtrainer._torch.arithmetic import is_compiled
 from pytest_gtrainer._torch.fsdp2 import precisions
 from pytest_gtrainer._torch.random_states import random_states_kept, seed_torch, without_modes
 from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer._torch.wrapped_modules import name_without_wrappers
 from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode, CountReads
 from pytest_gtrainer.numerics.bits import held
-from pytest_gtrainer.numerics.record import normalised
 from pytest_gtrainer.proofs.contexts import Elements
 from pytest_gtrainer.proofs.prove import Chances
 from pytest_gtrainer.proofs.state import known_numbers
@@ -297,7 +297,7 @@ def _take_gradients(made: Made, mode: ArithmeticMode, model: nn.Module) -> None:
     # Each name of a tied parameter: ranks of a pipeline may hold it by different ones.
     names: dict[int, list[str]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        name = normalised(fqn.removeprefix("module."))
+        name = name_without_wrappers(model, fqn)
         made.parameters.add(name)
         names.setdefault(id(parameter), []).append(name)
         if parameter.grad is not None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pytest_gtrainer import NotResumed, assert_resumes
-from pytest_gtrainer.over_time.resuming import _distance
+from pytest_gtrainer.over_time.resuming import _distance, _write_weights
 from tests.over_time.trainers import SCRIPT
 
 
@@ -233,3 +233,10 @@ def test_the_distance_of_weights():
     assert _distance(expected | {"w": torch.tensor([2.0, -3.0])}, expected) == (0.25, "w")
     assert _distance({}, expected) == (float("inf"), "w")
     assert _distance({"w": torch.tensor([2.0, torch.nan])}, expected) == (float("inf"), "w")
+
+
+def test_weights_of_names_that_differ_in_that_of_a_wrapper(tmp_path):
+    model = torch.nn.ModuleDict({"module": torch.nn.ModuleDict({"l": torch.nn.Linear(1, 1)})})
+    model["l"] = torch.nn.Linear(1, 1)
+    _write_weights(model, tmp_path / "weights")
+    assert len(torch.load(tmp_path / "weights")) == 4

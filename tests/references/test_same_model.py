@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -364,6 +365,48 @@ def test_a_reference_without_gradients_is_refused():
 
     with pytest.raises(ValueError, match="no parameter of the reference has a gradient but 0"):
         assert_same_model(make_model, make_model, ignores, batch)
+
+
+class Named(nn.Module):
+    """Has parameters whose names differ in the name that DDP gives to what it wraps."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(DIM, DIM))
+        self.module = nn.Linear(DIM, DIM, bias=False)
+
+    def forward(self, x):
+        return self.module((x @ self.weight).tanh())
+
+
+@pytest.mark.gt_world("simulated", size=2, mesh={"dp": 2})
+@pytest.mark.parametrize("name", ["weight", "module.weight"])
+def test_a_module_that_is_named_module(name, gt_mesh):
+    """Neither ``weight`` nor ``module.weight`` hides the gradient of the other, wrapped or not."""
+
+    def reduces_one(mesh):
+        def reduce(parameter):
+            parameter.grad.copy_(funcol.all_reduce(parameter.grad, "avg", mesh["dp"]))
+
+        model = Named()
+        model.get_parameter(name).register_post_accumulate_grad_hook(reduce)
+        return model
+
+    def wrapped(mesh):
+        return DistributedDataParallel(Named(), process_group=mesh["dp"].get_group())
+
+    def squares(model, x):
+        return model(x).square().mean()
+
+    def inputs(coordinate):
+        return (torch.randn(2, DIM),)
+
+    with pytest.raises(AnotherFunction) as failure:
+        assert_same_model(reduces_one, Named, squares, inputs, mesh=gt_mesh)
+    other = "weight" if name == "module.weight" else "module.weight"
+    assert failure.value.proof.first.result == f"gradient of {other}"
+    proof = assert_same_model(wrapped, Named, squares, inputs, mesh=gt_mesh)
+    assert proof.compared == 2 * (1 + 2)
 
 
 @pytest.mark.gt_world("simulated", size=2, mesh={"fsdp": 2})

@@ -11,6 +11,10 @@ by eager's largest, with a factor that is ``_FOR_ONE`` times as large.
 
 A few numbers, such as one loss a seed, may be near to the exact ones by chance. So a factor grows
 by three standard deviations of the logarithm of a ratio of two errors: ``exp(3 / sqrt(n))``.
+
+Some results show no such ratio: constants, and numbers that are nothing but error. They must stay
+below a *floor*, the largest error of an element that rounding explains. Infinities and NaNs on
+which eager and float64 agree, and results that are no numbers, must be the same.
 """
 
 import math
@@ -47,7 +51,10 @@ class TensorErrors:
         module: whose parameter or buffer it is, in words; else "".
         count: elements that were compared, over all seeds.
         left_out: elements that are not finite in eager or in float64.
+        other_extremes: those that eager and float64 agree on, and compiled code has otherwise.
         is_constant: it is the same on all seeds, though the inputs are not.
+        not_judged: why it shows no ratio; "" if it does.
+        floor: the error of an element that is allowed, if it shows no ratio.
     """
 
     name: str
@@ -55,7 +62,10 @@ class TensorErrors:
     dtype: torch.dtype = torch.float32
     count: int = 0
     left_out: int = 0
+    other_extremes: int = 0
     is_constant: bool = True
+    not_judged: str = ""
+    floor: float = 0.0
     _compiled: float = 0.0
     _eager: float = 0.0
     _exact: float = 0.0
@@ -76,6 +86,8 @@ class TensorErrors:
             self._exact += int(exact.count_nonzero())
             return
         kept = exact.isfinite() & eager.isfinite()
+        extremes = ~exact.isfinite() & _same(eager.to(exact.dtype), exact)
+        self.other_extremes += int((extremes & ~_same(compiled.to(exact.dtype), exact)).sum())
         exact = exact[kept]
         self.count += exact.numel()
         self.left_out += kept.numel() - exact.numel()
@@ -108,11 +120,21 @@ class TensorErrors:
         return self._mean(self._exact)
 
     @property
+    def largest(self) -> float:
+        """The largest of the numbers themselves; 0 for whole numbers."""
+        return self._largest[2]
+
+    @property
+    def _half_a_unit(self) -> float:
+        """Half a unit in the last place of 1; 0 for whole numbers."""
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            return torch.finfo(self.dtype).eps / 2
+        return 0.0
+
+    @property
     def least(self) -> float:
         """The error to compare with: that of eager, or half a unit in the last place."""
-        if not self.dtype.is_floating_point:
-            return self.eager
-        return max(self.eager, self.exact * torch.finfo(self.dtype).eps / 2)
+        return max(self.eager, self.exact * self._half_a_unit)
 
     @property
     def ratio(self) -> float:
@@ -127,12 +149,18 @@ class TensorErrors:
         compiled, eager, exact = self._largest
         if not compiled:
             return 0.0
-        if self.dtype.is_floating_point:
-            eager = max(eager, exact * torch.finfo(self.dtype).eps / 2)
+        eager = max(eager, exact * self._half_a_unit)
         return compiled / eager if eager else math.inf
 
     def excess(self, factor: float) -> float:
         """Return how near an error is to what is allowed; above 1 it is larger."""
+        if self.other_extremes:
+            return math.inf
+        if self.not_judged and self._half_a_unit:
+            largest = self._largest[0]
+            if not self.floor:
+                return math.inf if largest else 0.0
+            return largest / self.floor
         most = max(self.ratio, self.ratio_of_largest / _FOR_ONE)
         return most / self.allowed(factor)
 
@@ -140,15 +168,47 @@ class TensorErrors:
         """Return the largest ratio that chance explains, beside ``factor``."""
         return factor * math.exp(3 / math.sqrt(max(self.count, 1)))
 
-    def why_not_judged(self, factor: float, *, varies: bool) -> str:
-        """Return why this tensor could not have failed; "" if it could."""
+    def set_aside(self, factor: float, scale: float, *, varies: bool) -> None:
+        """Say why this tensor shows no ratio, if so, and which error of an element it may have.
+
+        Eager's own error may be zero by chance, where numbers cancel. The cancelled numbers are
+        seen nowhere; ``scale``, the largest number among all results of this kind, is near them.
+        """
+        if self.not_judged:
+            return
+        _, error, largest = self._largest
+        is_noise = self.exact <= self.allowed(factor) * self.least
         if not self.count:
-            return "no element is finite in eager and in float64" if self.left_out else "empty"
-        if varies and self.is_constant:
-            return "the same for all inputs"
-        if self.exact <= self.allowed(factor) * self.least:
-            return "zeros in its place would pass: eager's numbers are nothing but error"
-        return ""
+            self.not_judged = "empty"
+            if self.left_out:
+                self.not_judged = "no element is finite in eager and in float64"
+        elif varies and self.is_constant:
+            self.not_judged = "the same for all inputs"
+            # A gradient of zero is rather a sum that cancels than a constant of the program.
+            may_cancel = self.name.startswith("gradient of ") and not largest
+            if not error and not may_cancel:
+                return
+        elif is_noise:
+            self.not_judged = "zeros in its place would pass: eager's numbers are nothing but error"
+        if not is_noise:
+            scale = largest
+        # Four units in the last place, or eager's own error as that of one element elsewhere.
+        self.floor = _FOR_ONE * max(self.allowed(factor) * error, scale * self._half_a_unit)
+
+    def in_words(self, factor: float) -> str:
+        """Return the error, with what it is measured by and how much is allowed."""
+        if self.other_extremes:
+            return (
+                f"{counted(self.other_extremes, 'element')} unlike the inf or NaN that eager and "
+                "float64 agree on"
+            )
+        if self.not_judged and self._half_a_unit:
+            return (
+                f"an element is {self._largest[0]:.3g} off ({self.floor:.3g} allowed; "
+                f"{self.not_judged})"
+            )
+        allowed = f"{self.allowed(factor):.3g} allowed for {counted(self.count, 'number')}"
+        return f"{self.ratio:.3g} times the error of eager ({allowed})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +216,8 @@ class Accuracy:
     """The errors of all results; ``str(accuracy)`` is written for a terminal.
 
     Attributes:
-        tensors: those that were judged, the worst first.
-        not_judged: a line for each tensor that could not have failed.
+        tensors: those that were judged, and those that failed otherwise; the worst first.
+        not_judged: a line for each result that shows no ratio of errors, and is no other.
         factor: how many times eager's error is allowed.
         seeds: how many runs.
     """
@@ -180,16 +240,16 @@ class Accuracy:
     def __str__(self) -> str:
         worst, failing = self.worst, self.failing
         of = f", of {worst.module}" if worst.module else ""
-        allowed = f"{worst.allowed(self.factor):.3g} allowed for {counted(worst.count, 'number')}"
         lines = [
             f"{'less' if failing else 'no less'} accurate than eager: "
             f"{len(failing)} of {counted(len(self.tensors), 'tensor')} on "
             f"{counted(self.seeds, 'seed')} with a larger error",
-            f"  worst {worst.name}{of}: {worst.ratio:.3g} times the error of eager ({allowed})",
+            f"  worst {worst.name}{of}: {worst.in_words(self.factor)}",
             f"    errors {worst.compiled:.2g} and {worst.eager:.2g} of numbers of {worst.exact:.2g}"
             f", root mean squares against float64",
         ]
-        if failing and worst.ratio <= worst.allowed(self.factor):
+        is_judged = not worst.not_judged and not worst.other_extremes
+        if failing and is_judged and worst.ratio <= worst.allowed(self.factor):
             lines.append(
                 f"    one element has {worst.ratio_of_largest:.3g} times the largest error of "
                 f"eager ({_FOR_ONE * worst.allowed(self.factor):.3g} allowed)"
@@ -228,6 +288,11 @@ def assert_no_less_accurate(
     by random numbers for the backward, and a single number by one. The run in float64 is of a copy
     of ``eager``: parameters and inputs are cast, and casts to other floating-point dtypes inside
     are set aside.
+
+    A result of which no ratio of errors can be judged must be the same as far as it is known. A
+    constant without error in eager, infinities, NaNs, and results that are no numbers must be
+    equal. Numbers that are nothing but error may be ``8 * factor`` times as large as those of
+    eager, or four units in the last place of the largest output (of gradients: gradient).
 
     Args:
         compiled, eager: modules or functions; ``torch.compile(model)`` and ``model``, for example.
@@ -290,14 +355,18 @@ def _judged(found: dict[str, TensorErrors], factor: float, seeds: int, *, varies
     """Set aside the results that could not have failed, and sort the others."""
     __tracebackhide__ = True
     judged, not_judged = [], []
+    scales = {True: 0.0, False: 0.0}
     for each in found.values():
-        reason = each.why_not_judged(factor, varies=varies)
-        if reason:
-            not_judged.append(f"{each.name}: {reason}")
+        is_gradient = each.name.startswith("gradient of ")
+        scales[is_gradient] = max(scales[is_gradient], each.largest)
+    for each in found.values():
+        each.set_aside(factor, scales[each.name.startswith("gradient of ")], varies=varies)
+        if each.not_judged and each.excess(factor) <= 1:
+            not_judged.append(f"{each.name}: {each.not_judged}")
         else:
             judged.append(each)
     if not judged:
-        lines = cut("not judged", not_judged) or ["  it returns nothing, and leaves nothing"]
+        lines = cut("not judged", not_judged) or ["  it returns no numbers, and leaves none"]
         raise VacuousCheck(
             "\n".join(["no result could have been less accurate: this check cannot fail", *lines])
         )
@@ -323,6 +392,9 @@ def _add_errors(
             raise FailedCheck(f"{name}: only {side} has it")
     for name, wanted in expected.items():
         got = actual[name]
+        if not isinstance(got, Tensor) or not isinstance(wanted, Tensor):
+            _add_plain(found, name, got, wanted, exact.get(name))
+            continue
         if (got.dtype, got.shape) != (wanted.dtype, wanted.shape):
             raise FailedCheck(
                 f"{name}: compiled gives {got.dtype} of {list(got.shape)}, "
@@ -333,6 +405,31 @@ def _add_errors(
         owner = owners.get(name.removeprefix("gradient of ").removesuffix(AFTERWARDS), "")
         errors = found.setdefault(name, TensorErrors(name, owner))
         errors.add(got.cpu(), wanted.cpu(), exact[name].cpu())
+
+
+def _add_plain(
+    found: dict[str, TensorErrors], name: str, compiled: Any, eager: Any, exact: Any
+) -> None:
+    """Require that a result which is no number, such as None or a text, is the same."""
+    __tracebackhide__ = True
+    same_type = type(compiled) is type(eager)
+    if same_type and compiled == eager:
+        return
+    # A text may hold numbers, and a function may be made by each call.
+    if same_type and eager != exact and not isinstance(eager, torch.dtype):
+        reason = f"a {type(eager).__name__} that is another in float64"
+        found.setdefault(name, TensorErrors(name, not_judged=reason))
+        return
+    shown = [
+        f"a tensor of {value.dtype}" if isinstance(value, Tensor) else repr(value)
+        for value in (compiled, eager)
+    ]
+    raise FailedCheck(f"{name}: compiled gives {shown[0]}, eager {shown[1]}")
+
+
+def _same(one: Tensor, other: Tensor) -> Tensor:
+    """Return where the elements of two tensors are equal, or both NaN."""
+    return (one == other) | (one.isnan() & other.isnan())
 
 
 def _state(function: Any, inputs: Sequence[Any]) -> Iterator[tuple[str, Tensor, str]]:
@@ -379,7 +476,7 @@ def _require_equal_state(compiled: Any, eager: Any, inputs: Sequence[Any]) -> No
 
 def _run(
     function: Any, inputs: Sequence[Any], seed: int, *, refuse_random: bool = False
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """Run forward and backward; return results, gradients, and the state that was written.
 
     State and gradients are put back.
@@ -397,7 +494,9 @@ def _run(
             if not torch.equal(tensor, kept[name][0]):
                 found[f"{name}{AFTERWARDS}"] = tensor
         after = random_state()
-        found = {name: tensor.detach().clone() for name, tensor in found.items()}
+        for name, value in found.items():
+            if isinstance(value, Tensor):
+                found[name] = value.detach().clone()
     finally:
         with torch.no_grad():
             for name, tensor in state.items():
@@ -415,16 +514,17 @@ def _run(
 
 def _results_of(
     function: Any, given: Sequence[Any], state: dict[str, Tensor], seed: int
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     outputs = function(*given)
     check_outputs(outputs)
-    found: dict[str, Tensor] = {}
+    found: dict[str, Any] = {}
+    ends = []
     for path, leaf in pytree.tree_flatten_with_path(outputs)[0]:
-        if isinstance(leaf, Tensor):
-            found[f"output{pytree.keystr(path)}"] = leaf
-        elif isinstance(leaf, int | float):
-            found[f"output{pytree.keystr(path)}"] = torch.tensor(leaf)
-    ends = [leaf for leaf in found.values() if leaf.requires_grad and leaf.grad_fn is not None]
+        if isinstance(leaf, int | float | complex):
+            leaf = torch.tensor(leaf)
+        found[f"output{pytree.keystr(path)}"] = leaf
+        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+            ends.append(leaf)
     if ends and all(tensor.grad is None for tensor in state.values()):
         generator = torch.Generator().manual_seed(seed)
         weights = []
@@ -441,7 +541,7 @@ def _results_of(
     return found
 
 
-def _run_in_float64(eager: Any, inputs: Sequence[Any], seed: int) -> dict[str, Tensor]:
+def _run_in_float64(eager: Any, inputs: Sequence[Any], seed: int) -> dict[str, Any]:
     __tracebackhide__ = True
     function, *given = copy_of([eager, *inputs])
     if isinstance(function, nn.Module):

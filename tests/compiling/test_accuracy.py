@@ -202,13 +202,127 @@ def test_what_is_not_finite():
         (lambda x: torch.ones(3) / 3, "output: the same for all inputs"),
         (lambda x: (x + 1e9) - 1e9 - x, "output: zeros in its place would pass"),
         (lambda x: x[:0], "output: empty"),
-        (lambda x: None, "it returns nothing"),
+        (lambda x: (None, "causal"), "it returns no numbers, and leaves none"),
     ],
     ids=["constant", "nothing but error", "empty", "nothing"],
 )
 def test_a_check_that_cannot_fail(function, message):
     with pytest.raises(VacuousCheck, match=message):
         assert_no_less_accurate(lambda x: function(x), function, x())
+
+
+class BeforeBatchNorm(nn.Module):
+    """The norm takes away the bias, so its gradient is nothing but error."""
+
+    def __init__(self, added=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.added = nn.Linear(8, 16), nn.BatchNorm1d(16), added
+
+    def forward(self, x):
+        bias = self.up.bias
+        return self.norm(self.up(x)) + self.added * (bias - bias.detach())
+
+
+class Counting(nn.Module):
+    def __init__(self, step=1.0):
+        super().__init__()
+        self.step = step
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        self.steps += self.step
+        return x.exp()
+
+
+def square(value):
+    return torch.full((4, 4), value)
+
+
+NOISE = r"an element is .* off \(.* allowed; zeros in its place would pass"
+ALLOWED = "times the error of eager"
+
+
+@pytest.mark.parametrize(
+    ("result", "other", "message"),
+    [
+        (lambda x: x.exp().log() - x, lambda x: 0 * x + 1e-3, NOISE),
+        (lambda x: x.exp().log() - x, lambda x: x * torch.nan, NOISE),
+        (lambda x: (x + 1) - 1 - x, lambda x: 0 * x + 1000, "off .*; the same for all inputs"),
+        (lambda x: x - x, lambda x: x - x + 1e-5, "0 allowed; the same for all inputs"),
+        (lambda x: square(1.0), lambda x: square(0.0), "0 allowed; the same for all inputs"),
+        (lambda x: square(0.0), lambda x: square(1e-6), "0 allowed; the same for all inputs"),
+        (lambda x: square(1.0) / 3, lambda x: square(0.3333), "off .*; the same for all inputs"),
+        (lambda x: square(1j), lambda x: square(-1j), "0 allowed; the same for all inputs"),
+        (lambda x: len(x), lambda x: -1, ALLOWED),
+        (lambda x: 1j, lambda x: 2j, "0 allowed; the same for all inputs"),
+        (lambda x: square(True).tril(), lambda x: square(True).triu(), ALLOWED),
+        (lambda x: square(0), lambda x: square(7), ALLOWED),
+        (lambda x: x > 9, lambda x: x < 9, ALLOWED),
+        (lambda x: square(-torch.inf), lambda x: square(3.0), "64 elements unlike the inf"),
+        (lambda x: square(-torch.inf), lambda x: square(torch.inf), "64 elements unlike the inf"),
+        (lambda x: square(torch.nan), lambda x: square(3.0), "64 elements unlike the inf or NaN"),
+        (
+            lambda x: torch.where(x > 0, torch.inf, x.exp()),
+            lambda x: torch.where(x > 0, -5.0, x.exp()),
+            "elements unlike the inf or NaN that eager and float64 agree on",
+        ),
+        (lambda x: "causal", lambda x: "full", "compiled gives 'full', eager 'causal'"),
+        (lambda x: None, lambda x: x, "compiled gives a tensor of torch.float32, eager None"),
+        (lambda x: x, lambda x: None, "compiled gives None, eager a tensor of torch.float32"),
+        (lambda x: x.dtype, lambda x: torch.int8, "compiled gives torch.int8, eager torch.float32"),
+    ],
+)
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_shows_no_ratio_may_not_be_anything(result, other, message, alone):
+    """Beside a result that is judged, and alone."""
+
+    def both(function):
+        if alone:
+            return lambda x: {"b": function(x)}
+        return lambda x: {"a": x.exp(), "b": function(x)}
+
+    with pytest.raises(FailedCheck, match=rf"output\['b'\]: .*({message})"):
+        assert_no_less_accurate(both(other), both(result), x())
+    if not alone:
+        assert_no_less_accurate(both(result), both(lambda x: result(x)), x())
+
+
+@pytest.mark.parametrize("seeds", [[0], range(4)], ids=["one seed", "four seeds"])
+def test_state_and_gradients_that_show_no_ratio(seeds):
+    accuracy = assert_no_less_accurate(BeforeBatchNorm(), BeforeBatchNorm(), x(), seeds=seeds)
+    assert any("gradient of up.bias: zeros in its" in line for line in accuracy.not_judged)
+    for added in (0.01, 5.0, 1e30):
+        with pytest.raises(LessAccurate, match=r"gradient of up.bias.*: an element is .* off"):
+            assert_no_less_accurate(BeforeBatchNorm(added), BeforeBatchNorm(), x(), seeds=seeds)
+    with pytest.raises(LessAccurate, match="worst steps afterwards, of Counting: "):
+        assert_no_less_accurate(Counting(2.0), Counting(), x(), seeds=seeds)
+
+
+def test_other_roundings_of_what_cancels_are_no_failure():
+    """Eager may be exact by chance, and what is large elsewhere says how large an error may be."""
+
+    def cancels(x, y):
+        return x.exp() + y - y
+
+    def otherwise(x, y, by=1 + 2**-23):
+        return x.exp() + by * y - y
+
+    given = [x(rows=64), x(1, rows=64).requires_grad_()]
+    given[0].requires_grad_()
+    accuracy = assert_no_less_accurate(otherwise, cancels, *given, factor=8)
+    assert any("gradient of input 1: the same" in line for line in accuracy.not_judged)
+    with pytest.raises(LessAccurate, match="worst gradient of input 1: an element is"):
+        assert_no_less_accurate(lambda *both: otherwise(*both, 1.001), cancels, *given, factor=1e6)
+    assert_no_less_accurate(BeforeBatchNorm(1e-8), BeforeBatchNorm(), x(rows=64))
+
+
+def test_a_text_with_numbers_in_it_is_not_judged():
+    def shown(x):
+        return x.exp(), f"{float(x.exp().sum()):.17g}"
+
+    accuracy = assert_no_less_accurate(lambda x: (x.exp(), "about 50"), shown, x())
+    assert "output[1]: a str that is another in float64" in accuracy.not_judged
 
 
 def test_what_is_refused():

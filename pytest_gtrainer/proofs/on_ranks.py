@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from pytest_gtrainer import facts
 from pytest_gtrainer._torch.process_groups import (
     finished,
     group_of_call,
@@ -84,10 +85,13 @@ def exchange_on_ranks(mode: ArithmeticMode, func: Any, args: Any, kwargs: Any) -
     base = base_name(func)
     tensors = tensors_in(args, kwargs)
     moves_floats = any(tensor.is_floating_point() for tensor in tensors)
-    if base in _MOVE_NOTHING or not moves_floats:
+    if base in _MOVE_NOTHING:
         return func(*args, **kwargs)
     named = named_arguments(func, args, kwargs)
     group = group_of_call(named)
+    facts.notify("communicates", ranks=tuple(dist.get_process_group_ranks(group)))
+    if not moves_floats:
+        return func(*args, **kwargs)
     if func.namespace == "c10d":
         call = _parsed(mode, base, named, group)
         # Before the operator, which may write to its operands.

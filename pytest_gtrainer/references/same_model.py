@@ -59,6 +59,7 @@ from pytest_gtrainer.references.sides import (
     groups_along,
 )
 from pytest_gtrainer.references.simulated import mesh_of
+from pytest_gtrainer.worlds.simulated import VacuousCheck
 from pytest_gtrainer.worlds.simulated.net import NetModel
 from pytest_gtrainer.worlds.simulated.threads.run import run_threads
 
@@ -115,6 +116,8 @@ def assert_same_model(
         AnotherFunction: the first gradient or loss that differs, the rank, the factor if it is a
             small fraction, and what would repair it.
         TypeError: the step returns something that is no loss.
+        VacuousCheck: a mesh of one rank, or one on which no rank communicates or has a part of a
+            parameter. Dimensions along which that is so are named under ``assumes`` of the proof.
         ValueError: a mesh without names, or without one of ``data_dims``; a dimension in both of
             ``data_dims`` and ``loss_dims``; equal batches; a reference without gradients, or one
             that ``parallel`` has changed; other FQNs or shapes; a pattern that matches nothing.
@@ -132,12 +135,18 @@ def assert_same_model(
     _check_combine(combine, loss_dims)
     _check_local(models, mesh)
     _check_batches(models, data_coordinate(mesh, data_dims)[1])
+    if mesh is not None and mesh.size() == 1:
+        raise VacuousCheck(
+            "a mesh of one rank: nothing is parallel on it, so equal results prove nothing. Take two "
+            "ranks or more, or no mesh= for a model without process groups"
+        )
     proof = None
+    idle: Sequence[str] = ()
     before: Mapping[str, Tensor] = {}
     for kind in _CASTS:
         try:
             before = before or _reference_now(models, mesh)
-            proof = _proof_of(kind, models, mesh, loss_dims)
+            proof, idle = _proof_of(kind, models, mesh, loss_dims)
             if proof.kind == kind:
                 _check_reference_stays(before, _reference_now(models, mesh))
         except NoMeaning as error:
@@ -145,7 +154,10 @@ def assert_same_model(
         if proof.kind in (kind, "unknown"):
             break
     assert proof is not None
-    facts.emit("verdict", outcome=proof.kind, tensors=proof.compared, what="model")
+    outcome: str = proof.kind
+    if idle:
+        outcome += f" (nothing parallel along {', '.join(idle)})"
+    facts.emit("verdict", outcome=outcome, tensors=proof.compared, what="model")
     if not proof.is_at_least("rounds elsewhere"):
         says = "the parallel model is not the unsharded one"
         if callable(combine) and proof.kind == "another function":
@@ -261,9 +273,12 @@ def _are_equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
     return True
 
 
-def _proof_of(kind: Kind, models: Models, mesh: DeviceMesh | None, dims: Sequence[str]) -> Proof:
+def _proof_of(
+    kind: Kind, models: Models, mesh: DeviceMesh | None, dims: Sequence[str]
+) -> tuple[Proof, Sequence[str]]:
     """Return whether the two are equal in a kind, in each arithmetic that may find it.
 
+    The dimensions of the mesh along which nothing is parallel come second, if they are equal.
     Where elements decide something, or have few square roots, they run again with others.
     """
     proof = None
@@ -296,13 +311,36 @@ def _proof_of(kind: Kind, models: Models, mesh: DeviceMesh | None, dims: Sequenc
         if proof.kind == kind or not any(made.has_functions for made in (*found, expected)):
             break
     assert proof is not None
+    idle = _idle_dims(found, mesh) if proof.kind == kind else ()
     proof = _against_numbers(proof, kind, found, expected, _Subject(models, mesh, dims))
+    if idle and proof.kind == kind:
+        along = " or ".join(map(repr, idle))
+        says = f"nothing is parallel along {along}, so this says nothing of parallelism there"
+        proof = replace(proof, assumes=(*proof.assumes, says))
     if proof.kind == "another function" and proof.first is not None and kind == _LAST:
         alike = type(arithmetic)(casts=_CASTS[kind])
         alike.order_as(arithmetic)
         begins = _first_module(proof.first.result, models, mesh, alike, dims)
-        return replace(proof, origin=begins)
-    return proof
+        return replace(proof, origin=begins), idle
+    return proof, idle
+
+
+def _idle_dims(found: Sequence[Made], mesh: DeviceMesh | None) -> Sequence[str]:
+    """Return the dimensions along which no rank communicates, and none has a part of a parameter.
+
+    Refuses a mesh on which that is so along all: each rank has computed the reference by itself,
+    as with a plan that matches no module.
+    """
+    if mesh is None:
+        return ()
+    used = set().union(*(made.parallel_dims for made in found))
+    if not used:
+        raise VacuousCheck(
+            f"on a mesh of {mesh.size()} ranks no rank came to a collective in its step, and none "
+            "has a part of a parameter: each has computed the unsharded model by itself, so equal "
+            "results prove nothing. Does the plan match a module, and is the mesh used?"
+        )
+    return [name for name in mesh.mesh_dim_names or () if name not in used]
 
 
 def _other_rivals(found: Sequence[Made], expected: Made) -> Tensor:

@@ -5,19 +5,22 @@ tensor is what a rank holds of it that was sliced by hand, so no DTensor says wh
 """
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from pytest_gtrainer import facts
 from pytest_gtrainer._torch.arithmetic import is_compiled
 from pytest_gtrainer._torch.fsdp2 import precisions
 from pytest_gtrainer._torch.random_states import random_states_kept, seed_torch, without_modes
@@ -70,6 +73,8 @@ class Made:
         reads: how many real numbers the model and its step have asked for.
         known: names of buffers, and of modules that are not registered: their numbers stay.
         is_compiled: a module is compiled, and has run as it was before.
+        parallel_dims: dimensions of the mesh along which the step of a rank communicates, or along
+            which it has a part of a parameter.
     """
 
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -89,6 +94,7 @@ class Made:
     reads: int = 0
     known: list[str] = field(default_factory=list)
     is_compiled: bool = False
+    parallel_dims: set[str] = field(default_factory=set)
 
     def note(self, mode: ArithmeticMode) -> None:
         """Note what may make two functions equal, or unequal, by chance."""
@@ -186,16 +192,18 @@ class Models:
         coordinate, _ = data_coordinate(mesh, self.data_dims)
         inputs, total = self.inputs(elements, coordinate)
         calls = made.calls[coordinate] = Calls()
-        with calls.followed(model, partial(elements_of, mode)) if follows else nullcontext():
-            loss = step(model, *inputs)
+        with _groups_used() as groups:
+            with calls.followed(model, partial(elements_of, mode)) if follows else nullcontext():
+                loss = step(model, *inputs)
+            made.is_scaled = isinstance(loss, Tensor) and loss.requires_grad
+            if made.is_scaled:
+                backward(loss, elements)
+        made.parallel_dims = self._parallel_dims(made, model, mesh, groups)
         if loss is not None and not isinstance(loss, Tensor):
             raise TypeError(
                 f"the step returns {_spell_type(loss)} for the parallel model: return the loss, or "
                 "None on a stage of a pipeline that has none"
             )
-        made.is_scaled = isinstance(loss, Tensor) and loss.requires_grad
-        if made.is_scaled:
-            backward(loss, elements)
         if loss is not None:
             made.losses[coordinate] = elements_of(mode, loss)
             made.exponents[coordinate] = exponents_of(mode, loss)
@@ -226,6 +234,27 @@ class Models:
                 )
                 own, value = own.to_local(), placed.to_local()
             own.detach().copy_(value)
+
+    def _parallel_dims(
+        self, made: Made, model: nn.Module, mesh: DeviceMesh | None, groups: set[tuple[int, ...]]
+    ) -> set[str]:
+        """Return the dimensions of a mesh along which this rank communicates, or has a part."""
+        if mesh is None:
+            return set()
+        dims = set()
+        for pattern, (mesh_dim, _) in self.local.items():
+            if any(fnmatchcase(name, pattern) for name in made.parts):
+                dims.add(mesh_dim)
+        for parameter in model.parameters():
+            if not isinstance(parameter, DTensor):
+                continue
+            own_mesh = parameter.device_mesh
+            for dim, placement in enumerate(parameter.placements):
+                if not placement.is_replicate():
+                    groups.add(tuple(dist.get_process_group_ranks(own_mesh.get_group(dim))))
+        for ranks in groups:
+            dims |= _dims_between(mesh, ranks)
+        return dims
 
     def _part_of(self, name: str, own: Tensor, whole: Tensor, mesh: DeviceMesh | None) -> Part:
         """Return which part of a whole tensor this rank's own is, by the mapping of ``local=``."""
@@ -350,6 +379,31 @@ def data_coordinate(mesh: DeviceMesh | None, data_dims: Sequence[str]) -> tuple[
         place = place * size + mesh.get_local_rank(name)
         count *= size
     return place, count
+
+
+@contextmanager
+def _groups_used() -> Iterator[set[tuple[int, ...]]]:
+    """Keep the ranks of each group in which this rank communicates inside."""
+    found: set[tuple[int, ...]] = set()
+    thread = threading.get_ident()
+
+    def communicates(ranks: tuple[int, ...]) -> None:
+        if threading.get_ident() == thread:  # simulated ranks are threads
+            found.add(ranks)
+
+    with facts.watching({"communicates": communicates}):
+        yield found
+
+
+def _dims_between(mesh: DeviceMesh, ranks: Sequence[int]) -> set[str]:
+    """Return the dimensions of a mesh in which the places of these ranks differ."""
+    with without_modes():
+        places = torch.isin(mesh.mesh, torch.tensor(ranks)).nonzero().tolist()
+    dims = set()
+    for dim, name in enumerate(mesh.mesh_dim_names or ()):
+        if len({place[dim] for place in places}) > 1:
+            dims.add(name)
+    return dims
 
 
 def groups_along(mesh: DeviceMesh, dims: Sequence[str]) -> Iterator[list[int]]:

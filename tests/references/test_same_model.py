@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fixtures.models.gated import DIM, VOCABULARY, GatedModel
 from fixtures.models.gated import own_token_step as step
-from pytest_gtrainer import AnotherFunction, assert_same_model
+from pytest_gtrainer import AnotherFunction, VacuousCheck, assert_same_model
 
 SEQ = 4
 make_model = partial(GatedModel, blocks=1)
@@ -367,6 +368,91 @@ def test_a_reference_without_gradients_is_refused():
         assert_same_model(make_model, make_model, ignores, batch)
 
 
+def squares(model, x):
+    return model(x).square().mean()
+
+
+def linear():
+    return nn.Sequential(nn.Linear(DIM, 4))
+
+
+def a_plan_that_matches_nothing(mesh):
+    return parallelize_module(linear(), mesh["tp"], {"layers.*": ColwiseParallel()})
+
+
+def nothing_parallel(mesh):
+    """Return a model whose ranks only agree on something when it is built."""
+    dist.broadcast(torch.ones(1), 0)
+    return linear()
+
+
+def rows_of_the_batch(mesh):
+    wrapped = DistributedDataParallel(linear(), process_group=mesh["dp"].get_group())
+    return parallelize_module(wrapped, mesh["tp"], {"layers.*": ColwiseParallel()})
+
+
+def own(coordinate):
+    return (torch.randn(2, DIM),)
+
+
+@pytest.mark.gt_world("simulated", size=2, mesh={"dp": 1, "tp": 2})
+@pytest.mark.parametrize("parallel", [a_plan_that_matches_nothing, nothing_parallel])
+def test_a_model_of_which_nothing_is_parallel(parallel, gt_mesh):
+    with pytest.raises(VacuousCheck, match="on a mesh of 2 ranks no rank came to a collective in"):
+        assert_same_model(parallel, linear, squares, own, mesh=gt_mesh)
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("ranks", size=2, mesh={"dp": 1, "tp": 2})
+def test_a_model_of_which_nothing_is_parallel_on_ranks(gt_mesh):
+    with pytest.raises(VacuousCheck, match="on a mesh of 2 ranks no rank came to a collective in"):
+        assert_same_model(nothing_parallel, linear, squares, own, mesh=gt_mesh)
+
+
+@pytest.mark.gt_world("simulated", size=1, mesh={"dp": 1})
+def test_a_mesh_of_one_rank(gt_mesh):
+    with pytest.raises(VacuousCheck, match="a mesh of one rank: nothing is parallel on it"):
+        assert_same_model(data_parallel, make_model, step, batch, mesh=gt_mesh)
+
+
+@pytest.mark.gt_world("simulated", size=4, mesh={"dp": 2, "tp": 2, "pp": 1})
+def test_a_dimension_along_which_nothing_is_parallel(gt_mesh):
+    """The proof says of a second dimension, too, that nothing is proven there."""
+    proof = assert_same_model(rows_of_the_batch, linear, squares, own, mesh=gt_mesh)
+    says = "nothing is parallel along 'tp' or 'pp', so this says nothing of parallelism there"
+    assert proof.assumes == (says,)
+
+
+class OwnHeads(nn.Module):
+    """Has some rows of a weight on each rank, and a loss of these; nobody communicates."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.head = nn.Parameter(torch.ones(rows, DIM))
+
+    def forward(self, x):
+        return x @ self.head.T
+
+
+@pytest.mark.gt_world("simulated", size=2, mesh={"tp": 2})
+def test_parts_of_parameters_are_parallel_without_a_collective(gt_mesh):
+    def total(model, x):
+        return model(x).square().sum()
+
+    proof = assert_same_model(
+        lambda mesh: OwnHeads(2),
+        lambda: OwnHeads(4),
+        total,
+        own,
+        mesh=gt_mesh,
+        data_dims=(),
+        loss_dims=("tp",),
+        combine="sum",
+        local={"head": ("tp", 0)},
+    )
+    assert proof.assumes == ()
+
+
 class Named(nn.Module):
     """Has parameters whose names differ in the name that DDP gives to what it wraps."""
 
@@ -379,6 +465,7 @@ class Named(nn.Module):
         return self.module((x @ self.weight).tanh())
 
 
+@pytest.mark.second_tier("module.weight")
 @pytest.mark.gt_world("simulated", size=2, mesh={"dp": 2})
 @pytest.mark.parametrize("name", ["weight", "module.weight"])
 def test_a_module_that_is_named_module(name, gt_mesh):
@@ -395,17 +482,11 @@ def test_a_module_that_is_named_module(name, gt_mesh):
     def wrapped(mesh):
         return DistributedDataParallel(Named(), process_group=mesh["dp"].get_group())
 
-    def squares(model, x):
-        return model(x).square().mean()
-
-    def inputs(coordinate):
-        return (torch.randn(2, DIM),)
-
     with pytest.raises(AnotherFunction) as failure:
-        assert_same_model(reduces_one, Named, squares, inputs, mesh=gt_mesh)
+        assert_same_model(reduces_one, Named, squares, own, mesh=gt_mesh)
     other = "weight" if name == "module.weight" else "module.weight"
     assert failure.value.proof.first.result == f"gradient of {other}"
-    proof = assert_same_model(wrapped, Named, squares, inputs, mesh=gt_mesh)
+    proof = assert_same_model(wrapped, Named, squares, own, mesh=gt_mesh)
     assert proof.compared == 2 * (1 + 2)
 
 

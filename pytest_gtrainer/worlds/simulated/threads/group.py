@@ -304,6 +304,8 @@ class ThreadGroup(dist.ProcessGroup):
     def _check(self, text: str, tensors: list[Tensor]) -> None:
         """Check what every call needs; ``text`` begins with its name."""
         self._team.check(self._global_rank)
+        if tensors:
+            notify("communicates", ranks=self._members)
         name = text.partition(" ")[0]
         # Other ranks would get tensors without data, and run while torch's switches are moved.
         if active_fake_mode() is not None:

@@ -48,6 +48,7 @@ from pytest_gtrainer.numerics.verdict import Verdict
 from pytest_gtrainer.passes.graph_pass import check_waits
 from pytest_gtrainer.proofs.proof import kind_in_words
 from pytest_gtrainer.proofs.prove import prove
+from pytest_gtrainer.proofs.state import HeldState
 
 Sizes = Mapping[Any, int]
 """Values of the symbols of a graph's dynamic sizes."""
@@ -392,9 +393,11 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
     """Fail unless ``function(*inputs)``, compiled by Inductor, has the bits of eager.
 
     If the graph run with kernels of eager differs, a decomposition or a pass is the cause, else the
-    generated code. Outputs are compared, inputs that were written to, and the states of random
-    generators. Gradients are not; call it in a function that returns them. All runs begin with the
-    same random states, and with copies of the inputs.
+    generated code. Outputs are compared, what was written to, and the states of random generators.
+    Written to may be inputs, parameters, buffers and attributes of modules, tensors that the
+    function holds, and gradients, if the call has a backward of its own. All runs begin with the
+    same random states, with copies of the inputs, and with modules, and what else the function
+    holds, as they were; afterwards they are so again.
 
     Raises:
         BitwiseDifference: they differ, with the cause and the operators of the graph; or no
@@ -407,17 +410,18 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
     leaves, spec = pytree.tree_flatten(inputs)
 
     def run(called: Callable[..., Any]) -> dict[str, Tensor]:
-        given = copies(leaves, keep_grad=True)
-        with random_states_kept():
-            outputs = called(*pytree.tree_unflatten(given, spec))
-            _check_readable(outputs)
-            found = named_outputs(outputs)
-            random_states = random_states_afterwards(random_state())
-        for n, (leaf, before) in enumerate(zip(given, copies(leaves), strict=True)):
-            if isinstance(leaf, Tensor) and compare([leaf], [before]).outcome == "different":
-                found[f"input {n}, which is written to"] = leaf
-        found |= random_states
-        return {name: leaf.detach().clone() for name, leaf in found.items()}
+        arguments = pytree.tree_unflatten(copies(leaves, keep_grad=True), spec)
+        held = HeldState(function, leaves)
+        try:
+            with random_states_kept():
+                outputs = called(*arguments)
+                _check_readable(outputs)
+                found = named_outputs(outputs)
+                random_states = random_states_afterwards(random_state())
+            found |= _written_inputs(arguments, copies(leaves)) | held.written() | random_states
+            return {name: leaf.detach().clone() for name, leaf in found.items()}
+        finally:
+            held.put_back()
 
     graphs: CompileRecord | None = None
     expected = run(function)
@@ -455,6 +459,22 @@ def assert_compiled_bitwise(function: Callable[..., Any], *inputs: Any) -> Verdi
                 verdict,
             )
     return verdict
+
+
+def _written_inputs(arguments: Sequence[Any], before: Sequence[Any]) -> dict[str, Tensor]:
+    """Return the inputs that a call has changed or added, also in lists and dicts, and their
+    gradients.
+    """
+    found: dict[str, Tensor] = {}
+    for place, leaf in enumerate(pytree.tree_leaves(arguments)):
+        if not isinstance(leaf, Tensor):
+            continue
+        known = before[place] if place < len(before) else None
+        if not isinstance(known, Tensor) or compare([leaf], [known]).outcome == "different":
+            found[f"input {place}, which is written to"] = leaf
+        if leaf.is_leaf and leaf.grad is not None:
+            found[f"gradient of input {place}"] = leaf.grad
+    return found
 
 
 def _kind_of_stages(record: CompileRecord, *, is_code: bool) -> str:

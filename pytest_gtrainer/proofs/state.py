@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from pytest_gtrainer._torch.arithmetic import is_compiled
 from pytest_gtrainer._torch.autograd import method_of_hook
-from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer._torch.values import buffers_of, parameters_of, pytree
+from pytest_gtrainer.numerics.compare import compare
+from pytest_gtrainer.numerics.graph_run import has_storage
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = (
@@ -297,6 +299,98 @@ def contents_of(function: Any) -> Callable[[], None]:
             generator.set_state(state)
 
     return put_back
+
+
+class HeldState:
+    """The tensors that a call may write to beside its inputs, as they are before it.
+
+    Those are parameters, buffers, and plain attributes of modules, which the function is, holds, or
+    is given; tensors that it holds; and gradients of all of them. Tensors of other classes, such as
+    DTensors, are passed over, and so is what takes their place.
+    """
+
+    def __init__(self, function: Any, inputs: Sequence[Any]) -> None:
+        """Keep what ``function`` and the leaves ``inputs`` hold."""
+        others = {}
+        for place, leaf in enumerate(inputs):
+            if not isinstance(leaf, Tensor):
+                others[f"input {place}"] = leaf
+        self._function = function
+        self._holder = functools.partial(function, **others)
+        self._put_back_contents = contents_of(self._holder)
+        self._places = list(self._find())
+        self._numbers: dict[int, Tensor] = {}
+        self._gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
+        for _, _, _, tensor in self._places:
+            if tensor is None or not has_storage(tensor) or id(tensor) in self._numbers:
+                continue
+            self._numbers[id(tensor)] = tensor.detach().clone()
+            if tensor.is_leaf:
+                self._gradients[id(tensor)] = tensor, tensor.grad
+                # A backward adds to the gradient in place, so the call gets a copy.
+                if tensor.grad is not None:
+                    tensor.grad = tensor.grad.clone()
+
+    def _find(self) -> Iterator[tuple[str, dict[str, Any] | None, str, Tensor | None]]:
+        """Yield each tensor, or None where one may be put, with its name, container and key."""
+        for where, value in [("", self._function), *_held_by(self._holder)]:
+            if isinstance(value, nn.Module):
+                for path, part in value.named_modules(prefix=where):
+                    dot = f"{path}." if path else ""
+                    kinds = {"": parameters_of(part), "buffer ": buffers_of(part)}
+                    for kind, container in (kinds | {"attribute ": vars(part)}).items():
+                        for key, held in container.items():
+                            if held is None or isinstance(held, Tensor):
+                                yield f"{kind}{dot}{key}", container, key, held
+            elif isinstance(value, Tensor):
+                yield f"captured {where}", None, "", value
+
+    def written(self) -> dict[str, Tensor]:
+        """Return what is otherwise now, by name."""
+        before = {name: tensor for name, _, _, tensor in self._places}
+        found: dict[str, Tensor] = {}
+        for name, _, _, tensor in self._find():
+            known = before.get(name)
+            if not _is_plain(tensor) or not _is_plain(known):
+                continue
+            if tensor is None:
+                continue
+            if known is None or _differ(tensor, self._numbers[id(known)]):
+                found[f"{name}, which is written to"] = tensor
+            gradient = tensor.grad if tensor.is_leaf else None
+            if gradient is None or not has_storage(gradient):
+                continue
+            _, at_first = self._gradients.get(id(tensor), (tensor, None))
+            if at_first is None or _differ(gradient, at_first):
+                found[f"gradient of {name}"] = gradient
+        return found
+
+    def put_back(self) -> None:
+        """Put the tensors, their numbers and their gradients back in their places."""
+        self._put_back_contents()
+        known = {(id(container), key) for _, container, key, _ in self._places}
+        for _, container, key, tensor in list(self._find()):
+            is_new = container is not None and (id(container), key) not in known
+            if container is not None and is_new and tensor is not None:
+                del container[key]
+        for _, container, key, tensor in self._places:
+            if container is not None and _is_plain(tensor) and _is_plain(container.get(key)):
+                container[key] = tensor
+            if tensor is not None and id(tensor) in self._numbers:
+                numbers = self._numbers[id(tensor)]
+                if _differ(tensor, numbers):
+                    tensor.detach().copy_(numbers)
+        for tensor, gradient in self._gradients.values():
+            tensor.grad = gradient
+
+
+def _is_plain(tensor: Tensor | None) -> bool:
+    """Return whether this is an empty place or a tensor of numbers in memory."""
+    return tensor is None or has_storage(tensor)
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    return compare([one], [other]).outcome == "different"
 
 
 def _has(cell: types.CellType) -> bool:

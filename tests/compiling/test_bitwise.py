@@ -267,6 +267,183 @@ def test_compiled_against_eager_compares_inputs_that_are_written_to():
         assert_compiled_bitwise(function, torch.randn(8, 8), torch.zeros(8, 8))
 
 
+def is_compiled():
+    """1 in compiled code, else 0."""
+    return int(torch.compiler.is_compiling())
+
+
+class Averaging(torch.nn.Module):
+    """Write in one way, otherwise if compiled."""
+
+    def __init__(self, way, factor=None):
+        super().__init__()
+        self.way, self.factor, self.cache = way, factor, torch.zeros(4)
+        self.weight = torch.nn.Parameter(torch.ones(4), requires_grad=way == "gradient")
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("first", None)
+
+    def forward(self, x):
+        other = x[0] * (1 + is_compiled() if self.factor is None else self.factor)
+        if self.way == "buffer":
+            self.mean.mul_(0.5).add_(other)
+        elif self.way == "another buffer":
+            self.mean = self.mean + other
+        elif self.way == "an empty buffer":
+            self.first = other
+        elif self.way == "parameter":
+            self.weight.add_(other)
+        elif self.way == "attribute":
+            self.cache += other
+        elif self.way == "a new attribute":
+            self.seen = other
+        elif self.way == "gradient":
+            (self.weight * other).sum().backward()
+        return x + 1
+
+
+WAYS = {
+    "buffer": "buffer mean, which is written to",
+    "another buffer": "buffer mean, which is written to",
+    "an empty buffer": "buffer first, which is written to",
+    "parameter": "weight, which is written to",
+    "attribute": "attribute cache, which is written to",
+    "a new attribute": "attribute seen, which is written to",
+    "gradient": "gradient of weight",
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "place"),
+    [
+        *((way, "called") for way in WAYS),
+        *(("another buffer", place) for place in ("a part", "an input", "captured")),
+        ("gradient", "captured"),
+    ],
+)
+def test_compiled_against_eager_compares_the_state_of_modules(way, place):
+    """And puts it back."""
+    module, x = Averaging(way), torch.ones(2, 4)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    function, inputs, prefix = module, [x], ""
+    if place == "a part":
+        function, prefix = torch.nn.Sequential(torch.nn.Identity(), module), "1."
+    elif place == "an input":
+        function, inputs, prefix = lambda x, model: model(x), [x, module], "input 1."
+    elif place == "captured":
+        function, prefix = lambda x: module(x), "module."
+    name = WAYS[way]
+    parts = name.split(",")[0].split(" ")
+    expected = name.replace(parts[-1], prefix + parts[-1], 1)
+    with pytest.raises(BitwiseDifference, match=rf"first at {expected}"):
+        assert_compiled_bitwise(function, *inputs)
+    assert before.keys() == module.state_dict().keys()
+    assert all(torch.equal(before[name], now) for name, now in module.state_dict().items())
+    assert module.weight.grad is None
+    assert not module.cache.any()
+    assert not hasattr(module, "seen")
+
+
+class Holder:
+    def __init__(self):
+        self.total = torch.zeros(4)
+
+
+TOTAL = torch.zeros(4)
+
+
+def in_a_closure():
+    total = torch.zeros(4)
+
+    def function(x):
+        total.add_(x[0] + is_compiled())
+        return x + 1
+
+    return function, "captured total", total
+
+
+def put_in_a_closure():
+    total = torch.zeros(4)
+
+    def function(x):
+        nonlocal total
+        total = total + x[0] + is_compiled()
+        return x + 1
+
+    return function, "captured total", total
+
+
+def in_an_object():
+    holder = Holder()
+
+    def function(x):
+        holder.total += x[0] + is_compiled()
+        return x + 1
+
+    return function, "captured holder.total", holder.total
+
+
+def in_a_global():
+    def function(x):
+        TOTAL.add_(x[0] + is_compiled())
+        return x + 1
+
+    return function, "captured TOTAL", TOTAL
+
+
+@pytest.mark.parametrize("make", [in_a_closure, put_in_a_closure, in_an_object, in_a_global])
+def test_compiled_against_eager_compares_what_a_function_holds(make):
+    function, name, tensor = make()
+    with pytest.raises(BitwiseDifference, match=f"first at {name}, which is written to"):
+        assert_compiled_bitwise(function, torch.ones(2, 4))
+    assert not tensor.any()
+
+
+def write_into_a_dict(x, cache):
+    cache["keys"] = x + is_compiled()
+    return x + 1
+
+
+def add_to_a_list(x, cache):
+    cache.append(x + is_compiled())
+    return x + 1
+
+
+def write_to_the_second(x, cache):
+    cache[1].add_(is_compiled() + 1)
+    return x + 1
+
+
+def leave_a_gradient(x, cache):
+    (cache[0] * (is_compiled() + 2)).sum().backward()
+    return x + 1
+
+
+@pytest.mark.parametrize(
+    ("function", "cache", "name"),
+    [
+        (write_into_a_dict, {"keys": torch.zeros(4)}, "input 1, which is written to"),
+        (add_to_a_list, [torch.zeros(4)], "input 2, which is written to"),
+        (write_to_the_second, [torch.zeros(4), torch.zeros(4)], "input 2, which is written to"),
+        (leave_a_gradient, [torch.zeros(4, requires_grad=True)], "gradient of input 1"),
+    ],
+)
+def test_compiled_against_eager_compares_inputs_in_containers(function, cache, name):
+    with pytest.raises(BitwiseDifference, match=f"first at {name}"):
+        assert_compiled_bitwise(function, torch.ones(2, 4), cache)
+
+
+@pytest.mark.second_tier
+def test_all_runs_of_compiled_against_eager_begin_with_the_same_state():
+    for way in WAYS:
+        assert assert_compiled_bitwise(Averaging(way, 2.0), torch.ones(2, 4)).outcome == "equal"
+    module = torch.nn.BatchNorm1d(4)
+    module.weight.grad = torch.ones(4)
+    with pytest.raises(BitwiseDifference, match="decomposition, or a pass"):
+        assert_compiled_bitwise(module, torch.randn(8, 4))
+    assert module.num_batches_tracked == 0
+    assert torch.equal(module.weight.grad, torch.ones(4))
+
+
 @pytest.mark.second_tier
 def test_compiled_against_eager_compares_random_states():
     """V2: a draw that nobody reads is left out of the compiled graph, and what is drawn later

@@ -34,7 +34,13 @@ from pytest_gtrainer.facts import FailedCheck, counted
 from pytest_gtrainer.graph.nodes import AFTERWARDS
 from pytest_gtrainer.numerics.graph_run import copies
 from pytest_gtrainer.numerics.verdict import cut
-from pytest_gtrainer.proofs.state import captured_by, check_outputs, copy_of, named_state
+from pytest_gtrainer.proofs.state import (
+    HeldState,
+    captured_by,
+    check_outputs,
+    copy_of,
+    named_state,
+)
 from pytest_gtrainer.worlds.simulated import VacuousCheck
 
 # Largest errors vary more than means: another order of additions may hit one element badly.
@@ -284,10 +290,10 @@ def assert_no_less_accurate(
     """Fail unless the results of compiled code are as near to those in float64 as eager's.
 
     Compared are outputs, gradients of parameters and of inputs that require them, and what is
-    written to buffers and inputs. If the function leaves no gradients, its outputs are multiplied
-    by random numbers for the backward, and a single number by one. The run in float64 is of a copy
-    of ``eager``: parameters and inputs are cast, and casts to other floating-point dtypes inside
-    are set aside.
+    written to buffers, attributes of modules, and inputs. Modules are put back after each run. If
+    the function leaves no gradients, its outputs are multiplied by random numbers for the backward,
+    and a single number by one. The run in float64 is of a copy of ``eager``: parameters and inputs
+    are cast, and casts to other floating-point dtypes inside are set aside.
 
     A result of which no ratio of errors can be judged must be the same as far as it is known. A
     constant without error in eager, infinities, NaNs, and results that are no numbers must be
@@ -382,8 +388,8 @@ def _add_errors(
     """Run all three, and add the errors of each result."""
     __tracebackhide__ = True
     with random_states_kept():
-        expected = _run(eager, inputs, seed, refuse_random=True)
-        actual = _run(compiled, inputs, seed)
+        expected = _run_and_put_back(eager, inputs, seed, refuse_random=True)
+        actual = _run_and_put_back(compiled, inputs, seed)
         exact = _run_in_float64(eager, inputs, seed)
     owners = {name: owner for name, _, owner in _state(eager, inputs)}
     for name in [*expected, *actual]:
@@ -454,6 +460,21 @@ def _state(function: Any, inputs: Sequence[Any]) -> Iterator[tuple[str, Tensor, 
                         yield f"{prefix}{fqn}{'.' if fqn else ''}{name}", tensor, owner
 
 
+def _state_and_attributes(function: Any, inputs: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a call is given, and those that are plain attributes of modules."""
+    for name, tensor, _ in _state(function, inputs):
+        yield name, tensor
+    for leaf in pytree.tree_leaves([function, *inputs]):
+        if isinstance(leaf, nn.Module):
+            for fqn, part in leaf.named_modules():
+                fqn = "".join(
+                    f"{name}." for name in fqn.split(".") if name not in ("", "_orig_mod")
+                )
+                for name, value in vars(part).items():
+                    if type(value) is Tensor:
+                        yield f"attribute {fqn}{name}", value
+
+
 def _require_equal_state(compiled: Any, eager: Any, inputs: Sequence[Any]) -> None:
     """Refuse sides that are not one function of the same numbers, and tensors in parts."""
     __tracebackhide__ = True
@@ -474,35 +495,40 @@ def _require_equal_state(compiled: Any, eager: Any, inputs: Sequence[Any]) -> No
             raise ValueError(f"compiled and eager hold other numbers in {name}: copy the state")
 
 
+def _run_and_put_back(
+    function: Any, inputs: Sequence[Any], seed: int, *, refuse_random: bool = False
+) -> dict[str, Any]:
+    """Run, and leave modules and their gradients as they were before."""
+    __tracebackhide__ = True
+    module = function if isinstance(function, nn.Module) else nn.Identity()
+    held = HeldState(module, pytree.tree_leaves(list(inputs)))
+    try:
+        return _run(function, inputs, seed, refuse_random=refuse_random)
+    finally:
+        held.put_back()
+
+
 def _run(
     function: Any, inputs: Sequence[Any], seed: int, *, refuse_random: bool = False
 ) -> dict[str, Any]:
-    """Run forward and backward; return results, gradients, and the state that was written.
-
-    State and gradients are put back.
-    """
+    """Run forward and backward; return results, gradients, and the state that was written."""
     leaves, spec = pytree.tree_flatten(list(inputs))
     given = pytree.tree_unflatten(copies(leaves, keep_grad=True), spec)
     before = random_state()
-    state = {name: tensor for name, tensor, _ in _state(function, given)}
-    kept = {name: (tensor.detach().clone(), tensor.grad) for name, tensor in state.items()}
+    state = dict(_state_and_attributes(function, given))
+    numbers = {name: tensor.detach().clone() for name, tensor in state.items()}
     for tensor in state.values():
         tensor.grad = None
-    try:
-        found = _results_of(function, given, state, seed)
-        for name, tensor in state.items():
-            if not torch.equal(tensor, kept[name][0]):
-                found[f"{name}{AFTERWARDS}"] = tensor
-        after = random_state()
-        for name, value in found.items():
-            if isinstance(value, Tensor):
-                found[name] = value.detach().clone()
-    finally:
-        with torch.no_grad():
-            for name, tensor in state.items():
-                numbers, tensor.grad = kept[name]
-                if not torch.equal(tensor, numbers):
-                    tensor.copy_(numbers)
+    found = _results_of(function, given, state, seed)
+    # A call may also put another tensor in the place of a buffer, or add one to a list.
+    for name, tensor in _state_and_attributes(function, given):
+        known = numbers.get(name)
+        if known is None or tensor.dtype != known.dtype or not torch.equal(tensor, known):
+            found[f"{name}{AFTERWARDS}"] = tensor
+    after = random_state()
+    for name, value in found.items():
+        if isinstance(value, Tensor):
+            found[name] = value.detach().clone()
     drawn = [name for name in before if not torch.equal(before[name], after[name])]
     if refuse_random and drawn:
         raise ValueError(

@@ -317,6 +317,45 @@ def test_other_roundings_of_what_cancels_are_no_failure():
     assert_no_less_accurate(BeforeBatchNorm(1e-8), BeforeBatchNorm(), x(rows=64))
 
 
+class Writing(nn.Module):
+    """Put another tensor in the place of one."""
+
+    def __init__(self, place, factor=1.0):
+        super().__init__()
+        self.place, self.factor, self.cache = place, factor, torch.ones(8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("first", None)
+
+    def forward(self, x, others):
+        if self.place == "others":
+            others.append(x[0] * self.factor)
+        else:
+            setattr(self, self.place, x[0] * self.factor)
+        return x.exp()
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("mean", "mean afterwards, of Writing"),
+        ("first", "first afterwards"),
+        ("cache", "attribute cache afterwards"),
+        ("added", "attribute added afterwards"),
+        ("others", r"input 1\[1\] afterwards"),
+    ],
+)
+def test_a_tensor_that_takes_the_place_of_another_is_compared_and_put_back(place, name):
+    eager, others = Writing(place), [x(1)]
+    assert_no_less_accurate(Writing(place), eager, x(), others)
+    with pytest.raises(LessAccurate, match=f"worst {name}"):
+        assert_no_less_accurate(Writing(place, 1.01), eager, x(), others)
+    assert not eager.mean.any()
+    assert eager.first is None
+    assert eager.cache.all()
+    assert not hasattr(eager, "added")
+    assert len(others) == 1
+
+
 def test_a_text_with_numbers_in_it_is_not_judged():
     def shown(x):
         return x.exp(), f"{float(x.exp().sum()):.17g}"

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from pytest_gtrainer._torch.passes import sort_as_inductor
 from pytest_gtrainer._torch.values import writes_to
@@ -157,6 +157,9 @@ def as_pass(a_pass: Callable[..., Any]) -> Pass:
     return run
 
 
+_SMALL = 1 << 16  # bytes of a constant that are compared
+
+
 class WrittenConstantError(RuntimeError):
     """A pass has written to a tensor that the graph before it shares."""
 
@@ -170,21 +173,57 @@ def refusing_written_constants(gm: fx.GraphModule, by: str) -> Iterator[None]:
     Raises:
         WrittenConstantError: names the attribute, behind the block.
     """
-    before = []
+    constants: dict[str, torch.Tensor] = {}
     for node in gm.graph.find_nodes(op="get_attr"):
         with suppress(AttributeError):  # lint says so of an attribute that is missing
-            tensor = operator.attrgetter(node.target)(gm)
-            # Nobody counts writes to a tensor of inference mode.
-            if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
-                before.append((node.target, tensor, writes_to(tensor)))
-    yield
-    for target, tensor, writes in before:
-        if writes_to(tensor) != writes:
-            raise WrittenConstantError(
-                f"{by} writes to the tensor {target} of the graph, which the graph before the "
-                "pass shares: set another tensor as an attribute of another name, and let the node "
-                "read that"
-            )
+            value = operator.attrgetter(node.target)(gm)
+            if isinstance(value, torch.Tensor):
+                constants[node.target] = value
+    before = {target: _marks_of(tensor) for target, tensor in constants.items()}
+    try:
+        yield
+    except Exception as error:
+        for target in _written(constants, before):
+            error.add_note(f"it has written to the tensor {target}, which the given graph shares")
+        raise
+    for target in _written(constants, before):
+        raise WrittenConstantError(
+            f"{by} writes to the tensor {target} of the graph, which the graph before the "
+            "pass shares: set another tensor as an attribute of another name, and let the node "
+            "read that"
+        )
+
+
+def _marks_of(tensor: torch.Tensor) -> tuple[int | None, int, torch.Tensor | None]:
+    """Return what a write changes: autograd's count, the address, and the bytes of a small one."""
+    # Nobody counts writes to a tensor of inference mode, or through ``.data``.
+    count = None if tensor.is_inference() else writes_to(tensor)
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+    if tensor.is_meta or tensor.is_quantized or not is_plain:
+        return count, 0, None
+    copy = tensor.detach().clone() if tensor.nbytes <= _SMALL else None
+    return count, tensor.data_ptr(), copy
+
+
+def _written(
+    constants: Mapping[str, torch.Tensor],
+    before: Mapping[str, tuple[int | None, int, torch.Tensor | None]],
+) -> list[str]:
+    """Return the names of the tensors that were written to."""
+    found = []
+    for target, tensor in constants.items():
+        count, address, copy = _marks_of(tensor)
+        old_count, old_address, old_copy = before[target]
+        is_same = (count, address) == (old_count, old_address)
+        if is_same and copy is not None and old_copy is not None:
+            is_same = torch.equal(_bytes_of(copy), _bytes_of(old_copy))
+        if not is_same:
+            found.append(target)
+    return found
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def returned(result: object) -> fx.GraphModule:

@@ -48,6 +48,7 @@ from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError
 from pytest_gtrainer.passes.chunking.mixing import (
     Call,
     Content,
+    Mixing,
     Operand,
     RowInfo,
     Rows,
@@ -56,6 +57,7 @@ from pytest_gtrainer.passes.chunking.mixing import (
     is_plain,
     is_row_numbers,
     propagate,
+    refuse_mixing,
 )
 from pytest_gtrainer.passes.chunking.regions import Storages, find_regions
 from pytest_gtrainer.passes.chunking.twins import Twins, differing_dims, unknown_dims
@@ -105,6 +107,15 @@ def check_twins(fqn: str, graphs: tuple[Any, Any], config: ChunkConfig) -> None:
             raise returned_error(fqn, value, place, dims, config)
 
 
+def _reads_a_number(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether Python code reads the number of a tensor.
+
+    Whole numbers do not count: they are sizes, as a router's counts of tokens for each expert. Nor
+    do decisions, which many modules make of masks.
+    """
+    return func is torch.ops.aten._local_scalar_dense.default and bool(args[0].is_floating_point())
+
+
 class _Recorder(TorchDispatchMode):
     """Record a forward on fake tensors as a graph.
 
@@ -145,6 +156,9 @@ class _Recorder(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if not isinstance(func, OpOverload) or func.namespace == "c10d":
+            raise NotImplementedError(func)
+        # A graph has no node for a number, so the forward is followed instead.
+        if _reads_a_number(func, args):
             raise NotImplementedError(func)
         made = func(*args, **(kwargs or {}))
         # An operator that gives a size or a device computes no value.
@@ -315,7 +329,9 @@ class ForwardJudge(TorchDispatchMode):
         foreign -= self.kept.keys()
         made = func(*args, **kwargs)
         results = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
-        if not results:  # a size, a device
+        if not results:  # a size, a device, a number
+            if _reads_a_number(func, args):
+                self._judge_number(args[0])
             return made
 
         def operand(tensor: Tensor) -> Operand:
@@ -340,6 +356,16 @@ class ForwardJudge(TorchDispatchMode):
         for result, of_result in zip(results, known, strict=True):
             self._note(result, of_result, foreign)
         return made
+
+    def _judge_number(self, tensor: Tensor) -> None:
+        """Warn of a number that is read of rows: nobody sees what Python code makes of it."""
+        if self.known.get(self._key(tensor)) is None:
+            return
+        mixing = Mixing(
+            "is read by Python code, and is made of the rows that are there", is_of_chunk=True
+        )
+        what = f"the number of {tensor_text(tensor)}"
+        refuse_mixing(what, mixing, self.fqn, self.config, self.warned)
 
     def _note_unrelated(
         self, call: Call, results: Sequence[Tensor], foreign: Collection[int]

@@ -711,21 +711,46 @@ def with_constants():
     return gm, [first.target, second.target]
 
 
+def swap(tensor):
+    tensor.data = tensor.data * 2
+
+
+WRITES = {
+    "in place": lambda tensor: tensor.mul_(2),
+    "through data": lambda tensor: tensor.data.mul_(2),
+    "other memory": swap,
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=list(WRITES))
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_pass_that_writes_to_a_constant_is_refused_by_name(place):
+def test_a_pass_that_writes_to_a_constant_is_refused_by_name(place, write):
     """The graphs before and after it share the tensor, so they would be equal."""
     gm, names = with_constants()
 
-    def doubles(gm):
-        functools.reduce(getattr, names[place].split("."), gm).mul_(2)
+    def writes(gm):
+        write(functools.reduce(getattr, names[place].split("."), gm))
         return gm
 
     def nothing(gm):
         return gm
 
-    words = f"doubles writes to the tensor {names[place]} of the graph"
+    words = f"writes writes to the tensor {names[place]} of the graph"
     with pytest.raises(WrittenConstantError, match=words):
-        apply_graph_passes(gm, None, [nothing, doubles, nothing])
+        apply_graph_passes(gm, None, [nothing, writes, nothing])
+
+
+def test_a_pass_that_fails_after_it_has_written_says_so():
+    gm, names = with_constants()
+
+    def fails(gm):
+        getattr(gm, names[0]).mul_(2)
+        raise ValueError("after a write")
+
+    with pytest.raises(ValueError, match="after a write") as failure:
+        apply_graph_passes(gm, None, [fails])
+    note = f"it has written to the tensor {names[0]}, which the given graph shares"
+    assert note in failure.value.__notes__
 
 
 def test_a_pass_may_replace_a_constant():
@@ -742,3 +767,27 @@ def test_a_pass_may_replace_a_constant():
     x = torch.ones(2)
     assert gm(x).tolist() == [6.0, 12.0]
     assert done(x).tolist() == [9.0, 20.0]
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [
+        torch.tensor(1.5),
+        torch.ones(0),
+        torch.ones(3, 2).t(),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.tensor([True, False]),
+        torch.tensor([float("nan")]),
+        torch.ones(2, device="meta"),
+        torch.ones(2).to_sparse(),
+    ],
+    ids=str,
+)
+def test_a_constant_of_any_kind_may_stand_in_a_graph(constant):
+    gm, names = with_constants()
+    setattr(gm, names[0], constant)
+
+    def nothing(gm):
+        return gm
+
+    apply_graph_passes(gm, None, [nothing])

@@ -861,3 +861,44 @@ def test_rows_that_are_put_behind_others_are_refused():
             else nullcontext()
         ):
             propagate(call, "cat", "layers.0", BATCH, set())
+
+
+NUMBERS = {
+    "item of a mean": lambda x: x * x.mean().item(),
+    "float of a sum": lambda x: x * float(x.sum()),
+    "largest": lambda x: x / x.abs().max().item(),
+}
+
+
+class Reads(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x):
+        return self.function(self.linear(x))
+
+
+@pytest.mark.parametrize("read", NUMBERS.values(), ids=list(NUMBERS))
+def test_a_number_that_python_code_reads_of_rows_is_told(read):
+    """G3: nobody sees what becomes of it; a whole number is a size, as a router's counts are."""
+    model = nn.ModuleDict({"layers": nn.ModuleList([Reads(read)])})
+    x = torch.randn(4, 2, 4)
+    with (
+        pytest.raises(ChunkWarning, match=r"the number of float32\[\] is read by Python code"),
+        eager_chunked(model, BATCH),
+    ):
+        model.layers[0](x)
+    answered = replace(BATCH, row_wise=(BATCH.module_fqn,))
+    with eager_chunked(model, answered):
+        model.layers[0](x)
+
+
+def test_a_number_that_no_row_decides_is_read():
+    model = nn.ModuleDict({"layers": nn.ModuleList([Reads(None)])})
+    layer = model.layers[0]
+    layer.function = lambda x: x * layer.linear.weight.sum().item() + int((x > 0).sum()) * 0
+    x = torch.randn(4, 2, 4)
+    with eager_chunked(model, BATCH):
+        chunked = layer(x)
+    assert torch.equal(chunked, layer(x))

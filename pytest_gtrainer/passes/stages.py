@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from pytest_gtrainer.facts import spell_some
 from pytest_gtrainer.graph.collectives import PlanError, fsdp_reduce_scatters, results_of
 from pytest_gtrainer.graph.nodes import (
     BACKWARD,
@@ -63,13 +64,32 @@ class StageGraphs:
     accumulates: tuple[str, ...]
 
     def run(self, values: dict[str, Any], *parts: str) -> None:
-        """Run parts on ``values``, which holds what they take and gets what they give."""
+        """Run parts on ``values``, which holds what they take and gets what they give.
+
+        Raises:
+            ValueError: there is no such part, or ``values`` lacks what one takes.
+        """
         for name in parts:
+            if name not in self.parts:
+                raise ValueError(f"a stage has no part {name!r}; it has {', '.join(self.parts)}")
             part = self.parts[name]
+            missing = [taken for taken in part.takes if taken not in values]
+            if missing:
+                raise ValueError(
+                    f"the part {name} takes {spell_some(missing)}, which values does not hold: "
+                    f"{self._givers_of(missing[0])}"
+                )
             # The backward is in the graph, so autograd has nothing to record.
             with torch.no_grad():
                 given = part.gm(*(values[taken] for taken in part.takes))
             values.update(zip(part.gives, given, strict=True))
+
+    def _givers_of(self, value: str) -> str:
+        """Return what to do for a value that is missing."""
+        if value in self.inputs:
+            return "give it, as an input of the whole graph"
+        giving = [name for name, part in self.parts.items() if value in part.gives]
+        return f"run {' or '.join(giving)} before"
 
 
 def split_stage_graph(

@@ -328,3 +328,19 @@ def test_what_cannot_be_cut_is_refused_by_name():
         PlanError, match=r"rand_like of .*weight\) comes before rand_like_1 of .*\(forward\)"
     ):
         split_stage_graph(gm, moved=dict.fromkeys([first, *first.users], "backward_weight"))
+
+
+def test_parts_that_cannot_run_are_refused_with_what_to_run_before():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    x = torch.ones(2, 4, requires_grad=True)
+    graphs = split_stage_graph(trace_stage(model, (x,)).gm)
+    values = dict(zip(graphs.inputs, flat(model, x.detach(), torch.ones(2, 4)), strict=True))
+    with pytest.raises(ValueError, match="a stage has no part 'nonsense'; it has unshard, forward"):
+        graphs.run(values, "unshard", "nonsense")
+    with pytest.raises(ValueError, match=r"the part backward_input takes .*: run forward before"):
+        graphs.run(values, "unshard", "backward_input")
+    missing = {name: value for name, value in values.items() if name != graphs.inputs[0]}
+    with pytest.raises(ValueError, match=r"does not hold: give it, as an input of the whole graph"):
+        graphs.run(missing, "unshard", "forward")
+    graphs.run(values, *PARTS)
+    assert all(name in values for name in graphs.results if name is not None)

@@ -197,6 +197,24 @@ def captured_by(function: Any) -> dict[str, Tensor]:
     return found
 
 
+def tensors_held_by(function: Any) -> dict[str, Tensor]:
+    """Return the tensors that a function, a module or a graph can reach besides its inputs."""
+    found: dict[str, Tensor] = {}
+    for name, value in [("", function), *_held_by(function)]:
+        if isinstance(value, Tensor):
+            found[name] = value
+        if not isinstance(value, nn.Module):
+            continue
+        dot = f"{name}." if name else ""
+        for path, part in value.named_modules():
+            at = f"{dot}{path}." if path else dot
+            own = {**dict(part.named_parameters(recurse=False)), **dict(_attributes_of(part))}
+            for tensor_name, leaf in (own | dict(part.named_buffers(recurse=False))).items():
+                if isinstance(leaf, Tensor):
+                    found[at + tensor_name] = leaf
+    return found
+
+
 def _held_by(function: Any) -> Iterator[tuple[str, Any]]:
     """Yield what a function can reach, by name: also in containers, objects and other functions."""
     seen: set[int] = set()

@@ -108,6 +108,127 @@ def test_what_could_not_fail(gt_world):
         assert_rank_agnostic(traced(embed), lambda *own: own[:2], inputs_of, gt_world)
 
 
+def writes_its_rank(x, cache):
+    cache.add_(dist.get_rank())
+    return x * 2
+
+
+def returns_its_rank(x, cache):
+    return x * 2, float(dist.get_rank())
+
+
+def with_keys_of_its_rank(x, cache):
+    return {"a": x * 2, f"b{dist.get_rank()}": x * 3}
+
+
+def with_none_by_rank(x, cache):
+    return (x * 2, None) if dist.get_rank() == 0 else (None, x * 2)
+
+
+OTHER_THAN_TENSORS = {
+    writes_its_rank: "input_1 after the call",
+    returns_its_rank: "first at output_1",
+    with_keys_of_its_rank: r"on rank 1 .* \(a: a tensor, b1: a tensor\), on rank 0 \(a: .*, b0:",
+    with_none_by_rank: r"on rank 1 the function returns \(None, a tensor\), on rank 0 \(a ten",
+}
+
+
+def two(rank):
+    return torch.ones(3), torch.zeros(3)
+
+
+@pytest.mark.gt_world("simulated", size=2)
+@pytest.mark.parametrize("function", OTHER_THAN_TENSORS, ids=lambda each: each.__name__)
+def test_what_a_rank_gives_besides_tensors(gt_world, function):
+    """Z5: an input that is written, a number, a key, and the place of None."""
+    graph = make_fx(function)(*two(0))
+    with pytest.raises(BitwiseDifference, match=OTHER_THAN_TENSORS[function]):
+        assert_rank_agnostic(graph, function, two, gt_world)
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("ranks", size=2)
+@pytest.mark.parametrize("function", OTHER_THAN_TENSORS, ids=lambda each: each.__name__)
+def test_what_a_rank_gives_besides_tensors_on_ranks(gt_world, function):
+    def artefact(x, cache):
+        others = {returns_its_rank: (x * 2, 0.0), with_keys_of_its_rank: {"a": x * 2, "b0": x * 3}}
+        return others.get(function, x * 2)
+
+    with pytest.raises(BitwiseDifference, match=OTHER_THAN_TENSORS[function]):
+        assert_rank_agnostic(artefact, function, two, gt_world)
+
+
+@pytest.mark.gt_world("simulated", size=2)
+def test_a_functional_graph_returns_what_the_function_writes(gt_world):
+    def writes(x, cache):
+        return cache.add_(x), x * 2
+
+    graph = make_fx(lambda x, cache: (cache + x, x * 2))(*two(0))
+    assert assert_rank_agnostic(graph, writes, [two(0), two(1)], gt_world)[1].compared == 2
+
+
+@pytest.mark.gt_world("simulated", size=2)
+def test_state_that_is_no_input(gt_world):
+    """Z5: a tensor of a closure, or a buffer, of which only the last rank changes a bit."""
+    held = torch.zeros(3)
+
+    class Counts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(3))
+
+        def forward(self, x, cache):
+            self.count.add_(dist.get_rank())
+            return x * 2
+
+    def writes(x, cache):
+        held.add_(dist.get_rank())
+        return x * 2
+
+    graph = make_fx(writes)(*two(0))
+    for function, name in ((writes, "held"), (Counts(), "count")):
+        with pytest.raises(ValueError, match=f"the function writes {name}, which is none of its"):
+            assert_rank_agnostic(graph, function, two, gt_world)
+    assert not held.any()
+
+
+class Backward(torch.autograd.Function):
+    """Multiplies by two; a graph of rank 0 has its factor of the backward."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("ranks", size=2)
+def test_a_backward_on_ranks(gt_world):
+    """Z5: results that require gradients have a backward; gradients that are there stay."""
+
+    def inputs(rank):
+        return (torch.ones(3, requires_grad=True),)
+
+    def function(x):
+        return Backward.apply(x, dist.get_rank())
+
+    def leaves_a_gradient(x):
+        loss = function(x).sum()
+        loss.backward()
+        return loss.detach()
+
+    assert_rank_agnostic(function, function, inputs, gt_world)
+    assert_rank_agnostic(leaves_a_gradient, leaves_a_gradient, inputs, gt_world)
+    with pytest.raises(BitwiseDifference, match="first at gradient of input_0"):
+        assert_rank_agnostic(lambda x: Backward.apply(x, 0), function, inputs, gt_world)
+    with pytest.raises(BitwiseDifference, match="gradient of input_0"):
+        assert_rank_agnostic(lambda x: x.sum() * 2, leaves_a_gradient, inputs, gt_world)
+
+
 @pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2)
 def test_on_ranks(gt_world):

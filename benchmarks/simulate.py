@@ -123,7 +123,7 @@ def train(side: str, ranks: int, nodes: int, steps: int, tp: int = 1, replicate:
             SimulatedGraphRun(config, world).run(parts[0])
         else:
             parts = [WeightDigests() for _ in range(ranks)]
-            simulated_eager(config, net_of(world), mesh=world.mesh, timeout=3600, recorders=parts)
+            simulated_eager(config, net_of(world), mesh=world.mesh, recorders=parts)
     for part in parts:
         part.close()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # it counts KiB

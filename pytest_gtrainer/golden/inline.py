@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from pytest_gtrainer import facts
 from pytest_gtrainer.golden import store
 from pytest_gtrainer.golden.plugin import (
     GoldenPlugin,
@@ -199,7 +200,7 @@ class InlinePlugin:
         if report.failed and call.excinfo is not None and is_mismatch(call.excinfo.value):
             goldens: GoldenPlugin = self.config.pluginmanager.getplugin("gtrainer-goldens")
             report.gt_accept = goldens.accept_command(item)
-            text = f"to accept what was obtained:\n  {report.gt_accept}"
+            text = f"{facts.TO_ACCEPT}\n  {report.gt_accept}"
             if hasattr(report.longrepr, "addsection"):
                 report.longrepr.addsection("inline expectation", text)
             else:

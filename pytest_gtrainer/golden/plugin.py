@@ -218,7 +218,7 @@ class GoldenPlugin:
 
         named = {_artifact(claim, role): text for role, text in texts.items() if text}
         command = self.accept_command(item)
-        accept = f"to accept what was obtained:\n  {command}"
+        accept = f"{facts.TO_ACCEPT}\n  {command}"
         found = [_fact(claim, outcome), {"kind": "accept", "command": command}]
         if golden is not None and claim.kind == "graph" and options.wants_report(self.config):
             from pytest_gtrainer.golden.compare import golden_difference

@@ -1,6 +1,4 @@
-"""The pieces of a trainer's state, as attributes show them: what a load changes, and what can be
-put back to before it.
-"""
+"""Copies of a trainer's state, found through its attributes, that can be compared and put back."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -121,7 +119,7 @@ def _same(a: Any, b: Any) -> bool:
         return are_alike and same_bytes(byte_view(a), byte_view(b))
     if type(a) is not type(b):
         return False
-    # Copies of what compares by identity would never be equal.
+    # Objects without ``__eq__`` compare by identity: a copy would always differ.
     if type(a).__eq__ is object.__eq__:
         return True
     same = a == b

@@ -248,11 +248,12 @@ def _bucket(
     own mark.
     """
     plan = Plan(bucket_plan)
-    # Control dependencies wrap the waits of an earlier run, so that no member would be found whole.
+    # An earlier run with insert_overlap_deps has wrapped its waits in control_deps. The search for
+    # collectives does not see through them, and would find a graph without buckets.
     if any("fsdp_bucket" in node.meta and is_control_dependency(node) for node in gm.graph.nodes):
         return False
     gathers, scatters = fsdp_all_gathers(gm), fsdp_reduce_scatters(gm)
-    if _is_nothing_to_do(gm, [*gathers, *scatters], require_buckets):
+    if _is_already_bucketed(gm, [*gathers, *scatters], require_buckets):
         return False
     _check_plan(plan, gm, gathers, scatters, direction)
     _check_values([*gathers, *scatters])
@@ -283,10 +284,10 @@ def _bucket(
     return True
 
 
-def _is_nothing_to_do(
+def _is_already_bucketed(
     gm: fx.GraphModule, members: Sequence[FsdpCollective], require_buckets: bool
 ) -> bool:
-    """Return whether no collective of FSDP is without a bucket.
+    """Return whether every collective of FSDP is in a bucket already, or there is none.
 
     Raises:
         PlanError: some have one and others do not, or another pass has made the buckets.

@@ -59,8 +59,10 @@ class OneRankForAll(GraphProgram):
         return of_ranks[:1]
 
 
-def have_equal_numbers(of_ranks: Sequence[Sequence[Any]]) -> bool:
-    """Return whether ranks have inputs that differ in nothing but floating-point numbers."""
+def differ_only_in_floats(of_ranks: Sequence[Sequence[Any]]) -> bool:
+    """Return whether the inputs of all ranks have the same types, shapes, strides and dtypes, and
+    equal integers; floating-point values may differ.
+    """
     first = of_ranks[0]
     for own in of_ranks[1:]:
         for ours, theirs in zip(first, own, strict=True):

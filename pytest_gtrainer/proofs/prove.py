@@ -27,7 +27,7 @@ from pytest_gtrainer.graph.foreign import adopt
 from pytest_gtrainer.graph.nodes import AFTERWARDS
 from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.numerics.bits import as_integers
-from pytest_gtrainer.proofs.alike import OneRankForAll, have_equal_numbers
+from pytest_gtrainer.proofs.alike import OneRankForAll, differ_only_in_floats
 from pytest_gtrainer.proofs.in_numbers import (
     Difference,
     agreement,
@@ -593,7 +593,7 @@ def _one_rank_for_all(programs: Sequence[Program], *, is_drawn: bool) -> list[On
     for program in programs:
         if not isinstance(program, GraphProgram) or program.world is None:
             return []
-        if not is_drawn and not have_equal_numbers(program.inputs):
+        if not is_drawn and not differ_only_in_floats(program.inputs):
             return []
         found.append(OneRankForAll(program))
     return found

@@ -107,11 +107,11 @@ def check_twins(fqn: str, graphs: tuple[Any, Any], config: ChunkConfig) -> None:
             raise returned_error(fqn, value, place, dims, config)
 
 
-def _reads_a_number(func: Any, args: Sequence[Any]) -> bool:
-    """Return whether Python code reads the number of a tensor.
+def _is_float_item(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether the call is ``.item()`` or ``float()`` of a floating-point tensor.
 
-    Whole numbers do not count: they are sizes, as a router's counts of tokens for each expert. Nor
-    do decisions, which many modules make of masks.
+    Integers do not count, as they are sizes: a router's counts of tokens for each expert. Nor do
+    decisions, which many modules make of masks.
     """
     return func is torch.ops.aten._local_scalar_dense.default and bool(args[0].is_floating_point())
 
@@ -158,7 +158,7 @@ class _Recorder(TorchDispatchMode):
         if not isinstance(func, OpOverload) or func.namespace == "c10d":
             raise NotImplementedError(func)
         # A graph has no node for a number, so the forward is followed instead.
-        if _reads_a_number(func, args):
+        if _is_float_item(func, args):
             raise NotImplementedError(func)
         made = func(*args, **(kwargs or {}))
         # An operator that gives a size or a device computes no value.
@@ -211,6 +211,8 @@ def twin_graphs(
             mode = new_fake_mode(real_inputs=True)
             full = _record(fqn, module, run.__func__, whole, mode)
             return full, _record(fqn, module, run.__func__, part, mode)
+    # Any error means only that the twins cannot run: the real run is judged then, so nothing goes
+    # unchecked.
     except Exception as error:
         _logger.debug("%s is followed while it runs: on fake tensors it raises %r", fqn, error)
         return None
@@ -330,7 +332,7 @@ class ForwardJudge(TorchDispatchMode):
         made = func(*args, **kwargs)
         results = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
         if not results:  # a size, a device, a number
-            if _reads_a_number(func, args):
+            if _is_float_item(func, args):
                 self._judge_number(args[0])
             return made
 
@@ -361,11 +363,11 @@ class ForwardJudge(TorchDispatchMode):
         """Warn of a number that is read of rows: nobody sees what Python code makes of it."""
         if self.known.get(self._key(tensor)) is None:
             return
-        mixing = Mixing(
+        reason = Mixing(
             "is read by Python code, and is made of the rows that are there", is_of_chunk=True
         )
         what = f"the number of {tensor_text(tensor)}"
-        refuse_mixing(what, mixing, self.fqn, self.config, self.warned)
+        refuse_mixing(what, reason, self.fqn, self.config, self.warned)
 
     def _note_unrelated(
         self, call: Call, results: Sequence[Tensor], foreign: Collection[int]

@@ -12,8 +12,7 @@ from pytest_gtrainer.report.collected import Test
 _CLASS = re.compile(r"(\[rank \d+\] )?((?:\w+\.)*)(\w+): ")
 """The beginning of a failure's message: the rank, the module and the class of the exception."""
 _MOST_LINES, _MOST_LETTERS = 14, 1_400
-_NEXT = "gtrainer next"
-"""The title of a section that other plugins of this package give to a failure."""
+# The kinds of ``proofs``, which imports torch.
 _PROVED = ("identical", "other kernels", "reordered", "rounds elsewhere")
 _COLUMNS = ("proofs", "bits", "goldens", "rules")
 
@@ -59,10 +58,10 @@ def build_card(test: Test, again: str) -> Card | None:
     for fact in test.facts:
         if fact["kind"] == "accept":
             commands.append(("if what was obtained is right", fact["command"]))
-            message = message.partition("to accept what was obtained:")[0]
+            message = message.partition(facts.TO_ACCEPT)[0]
     for report in test.reports:
         for title, text in report.sections:
-            if title.startswith(_NEXT):
+            if title.startswith(facts.NEXT):
                 what, _, command = text.partition(": ")
                 commands.append((what, command))
     commands.append(("run it again", again))

@@ -19,7 +19,7 @@ from pytest_gtrainer.report.changes import Earlier, describe_failure
 from pytest_gtrainer.report.collected import ORDER, Test
 
 _MOST_OUTPUT = 200_000  # characters of a section that the page keeps
-_MOST_WORDS = 2_000
+_MOST_SEARCHED = 2_000  # characters that the page's search reads of a test
 
 
 @dataclass(slots=True)
@@ -123,7 +123,7 @@ def _build_row(test: Test, details: dict[str, Any], again: str) -> dict[str, Any
         "card": card,
         "time": f"{sum(report.duration for report in test.reports):.2f} s",
         "changed": changed,
-        "words": facts.escaped(" ".join(words)).lower()[:_MOST_WORDS],
+        "words": facts.escaped(" ".join(words)).lower()[:_MOST_SEARCHED],
         "packed": packed(json.dumps(details)),
     }
 

@@ -69,6 +69,7 @@ class ReportPlugin:
         self.config = config
         self._tests: dict[str, Test] = {}
         self._is_written = False
+        self._session: pytest.Session | None = None
         self.paths: dict[str, Path] = {}
         here = config.invocation_params.dir
         is_other_side = options.is_other_side(config)
@@ -80,17 +81,18 @@ class ReportPlugin:
             if path is not None:
                 self.paths[option] = path
 
-        against, asked = options.get(config, "report-against"), options.get(config, "against")
+        earlier_page = options.get(config, "report-against")
+        revision_name = options.get(config, "against")
         self.earlier: Earlier | None = None
         self.revision: Revision | None = None
-        if asked is not None and not is_other_side:
+        if revision_name is not None and not is_other_side:
             from pytest_gtrainer.report import revision
 
-            self.revision = revision.Revision.find(config, asked)
-        if against is not None and not is_other_side:
+            self.revision = revision.Revision.find(config, revision_name)
+        if earlier_page is not None and not is_other_side:
             from pytest_gtrainer.report.changes import Earlier
 
-            self.earlier = Earlier.read(against, Path(here, against))
+            self.earlier = Earlier.read(earlier_page, Path(here, earlier_page))
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -131,8 +133,8 @@ class ReportPlugin:
             terminalreporter.write_line(facts.one_line(f"gtrainer: {line}"), red=is_problem)
 
     def pytest_unconfigure(self) -> None:
-        # pytest calls no terminal summary with ``-p no:terminal``.
-        if not self._is_written:
+        # pytest calls no terminal summary with ``-p no:terminal``, and makes no session for --help.
+        if not self._is_written and self._session is not None:
             if self.revision is not None:
                 self._run_revision(self.revision, lambda line: None)
             self._write()
@@ -141,6 +143,7 @@ class ReportPlugin:
         """Run the tests at the revision and write what moved; a run that cannot is not green."""
         from pytest_gtrainer.report.revision import NotComparable
 
+        assert self._session is not None
         status, tests = self._session.exitstatus, list(self._tests.values())
         write_line(f"here is {revision.here}")
         problem = None
@@ -239,7 +242,7 @@ class ReportPlugin:
 
     def _fail_run(self) -> None:
         """Let a run fail that was green, as where a file that somebody asked for is missing."""
-        if self._session.exitstatus == pytest.ExitCode.OK:
+        if self._session is not None and self._session.exitstatus == pytest.ExitCode.OK:
             self._session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -346,7 +349,7 @@ class VerdictTables:
             again = shlex.join(
                 ["pytest", item.nodeid, *options.repeated(item.config), "--gt-bisect"]
             )
-            report.sections.append(("gtrainer next", f"which pass it was: {again}"))
+            report.sections.append((facts.NEXT, f"which pass it was: {again}"))
         return report
 
 

@@ -14,7 +14,7 @@ from pytest_gtrainer.arithmetic.field import Field
 from pytest_gtrainer.arithmetic.terms import Terms
 from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.proofs import structure
-from pytest_gtrainer.proofs.alike import OneRankForAll, have_equal_numbers
+from pytest_gtrainer.proofs.alike import OneRankForAll, differ_only_in_floats
 from pytest_gtrainer.proofs.programs import GraphProgram
 from pytest_gtrainer.proofs.prove import first_difference
 from pytest_gtrainer.references.graph import GraphRun
@@ -163,11 +163,11 @@ def test_a_pad_on_the_last_rank_alone_is_seen():
 
 def test_ranks_with_other_whole_numbers_are_not_alike():
     floats = [torch.zeros(2), torch.tensor([1, 2])]
-    assert have_equal_numbers([floats, [torch.ones(2), torch.tensor([1, 2])]])
-    assert not have_equal_numbers([floats, [torch.ones(2), torch.tensor([1, 3])]])
-    assert not have_equal_numbers([floats, [torch.ones(3), torch.tensor([1, 2])]])
-    assert not have_equal_numbers([[1.0], [2.0]])
-    assert not have_equal_numbers([[1.0], [torch.ones(())]])
+    assert differ_only_in_floats([floats, [torch.ones(2), torch.tensor([1, 2])]])
+    assert not differ_only_in_floats([floats, [torch.ones(2), torch.tensor([1, 3])]])
+    assert not differ_only_in_floats([floats, [torch.ones(3), torch.tensor([1, 2])]])
+    assert not differ_only_in_floats([[1.0], [2.0]])
+    assert not differ_only_in_floats([[1.0], [torch.ones(())]])
 
 
 def test_known_numbers_that_ranks_exchange_take_all_ranks():

@@ -500,3 +500,11 @@ def test_a_run_none_of_whose_files_is_there_names_them(pytester):
     config = pytester.parseconfig("test_a.py::test_b", "test_c.py")
     with pytest.raises(pytest.UsageError, match=r"^there is no test_a\.py::test_b, test_c\.py$"):
         ChosenTests(config)
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("option", ["--help", "--markers", "--version"])
+def test_a_run_without_a_session_compares_nothing(repository, option):
+    done = run(repository, option, "--gt-against=main")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr

@@ -641,24 +641,24 @@ def _describe_dims(call: Call) -> str | None:
         if isinstance(sequence.known, Rows) and last in sequence.known.dims:
             return f"searches along dimension {last}"
         return None
-    if call.rule is not None:
-        words, rule = call.rule
-        for operand, known in rows:
-            if call.name in _ALONG or call.is_backward:
-                # Integers of the data may be computed across rows: that is routing.
-                is_routing = not operand.is_float and known.content not in (
-                    Content.ROW_NUMBERS,
-                    Content.UNIFORM,
-                )
-            else:
-                # The data have decided the order of these rows, so numbers in it are their choice.
-                is_routing = known.content in (Content.ROUTED, Content.ROUTING)
-            if is_routing or operand.value.ndim != call.ndim:
-                continue
-            hit = {dim % call.ndim for dim in rule(call)}.intersection(known.dims)
-            if hit:
-                return f"{words} dimension {min(hit)}"
+    if call.rule is None:
         return None
+    words, rule = call.rule
+    for operand, known in rows:
+        if call.name in _ALONG or call.is_backward:
+            # Integers of the data may be computed across rows: that is routing.
+            is_routing = not operand.is_float and known.content not in (
+                Content.ROW_NUMBERS,
+                Content.UNIFORM,
+            )
+        else:
+            # The data have decided the order of these rows, so numbers in it are their choice.
+            is_routing = known.content in (Content.ROUTED, Content.ROUTING)
+        if is_routing or operand.value.ndim != call.ndim:
+            continue
+        hit = {dim % call.ndim for dim in rule(call)}.intersection(known.dims)
+        if hit:
+            return f"{words} dimension {min(hit)}"
     return None
 
 

@@ -113,7 +113,7 @@ class Comparison:
         return "\n".join(self.lines())
 
     def heads(self) -> Iterator[str]:
-        """Yield the lines that stand first: both runs, their surroundings, what was not compared."""
+        """Yield the first lines: both runs, their surroundings, what was not compared."""
         for letter, run in zip("AB", self.runs, strict=True):
             steps = "no step"
             if run.steps:

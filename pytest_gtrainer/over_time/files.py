@@ -2,7 +2,8 @@
 
 The first line is the header, the last one says how the run ended, and each line between holds what
 one optimiser's step ended: ``{"step": 3, "places": {"step": "train.py:107 in step"}, "phases":
-{"clip": {"layers.0.weight": entry}}}``. Lines are flushed, so a run that dies leaves every step before. An entry is
+{"clip": {"layers.0.weight": entry}}}``. Lines are flushed, so a run that dies leaves every step
+before. An entry is
 
 - a number;
 - ``[number, dtype]``: a tensor of one element without dimensions;

@@ -5,8 +5,8 @@ that finds model and optimisers by itself. It hooks modules and optimisers as to
 everybody, and watches ``backward``. A *step* begins with the first forward under gradients after an
 optimiser has stepped. Its phases are, in order:
 
-- load: modules beside the model; in the first recorded step, and after a state dict has been loaded,
-  also weights, buffers and moments
+- load: modules beside the model; in the first recorded step, and after a state dict has been
+  loaded, also weights, buffers and moments
 - random: the states of random generators when the forward begins
 - data: the tensors that the model is called with
 - forward: what the chosen modules return

@@ -137,8 +137,8 @@ def assert_same_model(
     _check_batches(models, data_coordinate(mesh, data_dims)[1])
     if mesh is not None and mesh.size() == 1:
         raise VacuousCheck(
-            "a mesh of one rank: nothing is parallel on it, so equal results prove nothing. Take two "
-            "ranks or more, or no mesh= for a model without process groups"
+            "a mesh of one rank: nothing is parallel on it, so equal results prove nothing. Take "
+            "two ranks or more, or no mesh= for a model without process groups"
         )
     proof = None
     idle: Sequence[str] = ()

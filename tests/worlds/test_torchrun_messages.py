@@ -13,6 +13,10 @@ from pytest_gtrainer.ranks.torchrun.line import Line, Refused, decode, encode, s
 from tests.worlds.test_torchrun import ENVIRONMENT
 
 STATE = wire.GroupState(True, 1, 0, {"all ranks": 3})
+WARNINGS = (
+    wire.WarningRecord("old", ("builtins", "UserWarning"), "f.py", 3, "runtest", "", None),
+    wire.WarningRecord("a", ("m", "W"), "g.py", 4, "runtest", "t", ("t.py", 1, "t")),
+)
 MESSAGES = [
     wire.StartTeam("team", 2, {"gt_size": 2, "mainargv": ["pytest", "-q"], "seed": 7}),
     wire.ToTeam(
@@ -22,7 +26,7 @@ MESSAGES = [
     wire.FromRank(
         "team", 1, wire.ItemDone(({"a": (1, [2.5, None, True], "\udcff")},), (), None, STATE)
     ),
-    wire.FromRank("team", 1, wire.CallDone(b"", None, "", ({"kind": "x"},), STATE)),
+    wire.FromRank("team", 1, wire.CallDone(b"", None, "", ({"kind": "x"},), WARNINGS, STATE)),
     wire.FromRank(
         "team", 1, wire.Raised(1.5, "E", False, None, (1, 10**5000), (("f.py", 3), ("g.py", 4)))
     ),

@@ -145,7 +145,7 @@ def test_the_summary_is_markdown_with_failures_their_commands_and_what_changed(r
         < text.index("### Changed since the earlier report")
     )
     assert "lost aten.sin, gained aten.cos" in text
-    assert "Run it again: `pytest test_it.py::test_graph`" in text
+    assert "Run it again: `pytest test_it.py::test_graph --gt-device=cpu`" in text
     assert "- graph against eager: other numbers than then" in text
     assert "test_same" not in text
     assert text.count("```") % 2 == 0

@@ -223,4 +223,5 @@ def test_without_the_flag_a_failure_behind_passes_says_how_to_find_the_pass(
     result.assert_outcomes(failed=3, deselected=4)
     hints = [line for line in result.outlines if line.startswith("which pass")]
     names = ("test_wrong", "test_wrong_on_one_rank")  # no graph was rewritten in the third
-    assert hints == [f"which pass it was: pytest test_it.py::{name} --gt-bisect" for name in names]
+    again = "which pass it was: pytest test_it.py::{} --gt-gpus=2 --gt-bisect"
+    assert hints == [again.format(name) for name in names]

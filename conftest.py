@@ -1,6 +1,7 @@
 """Set-up shared by all tests of the repository."""
 
 import os
+import sys
 from contextlib import suppress
 
 import pytest
@@ -55,6 +56,15 @@ def pytest_sessionstart() -> None:
     refused.
     """
     os.environ.pop("CI", None)
+
+
+def pytest_runtest_teardown() -> None:
+    """Let later tests set flags of backends: torch's own harness forbids it from the first test that
+    imports it until the process ends.
+    """
+    if torch_backends := sys.modules.get("torch.backends"):
+        its_globals = torch_backends.flags_frozen.__globals__
+        its_globals["__allow_nonbracketed_mutation_flag"] = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,6 +5,7 @@ test has inputs with which it can run.
 """
 
 import argparse
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -69,7 +70,6 @@ def test_ranks_train_like_eager_fsdp2(gt_mesh, gt_world):
     # "report": also where gloo hides the order of a bucket; then "refuse", and odd sizes.
     assert_parity(config, gt_world, invisible="report")
 '''
-_NAMES_OF_TEST = ("model", "step", "batch", "bucket_plan", "pytest", "torch")
 _README = """Expected results of tests, as text. Read a file before you commit it.
 Later runs compare with it.
 
@@ -163,7 +163,8 @@ def _files(name: str, given_inputs: str | None) -> dict[Path, str]:
     outer = attribute.partition(".")[0]
     imports = f"from {module} import {outer}"
     factory = f"{attribute}()"
-    if outer in _NAMES_OF_TEST:
+    # The test may use the name itself, as "model" or "TrainConfig".
+    if outer in re.findall(r"\w+", _TEST):
         imports = f"from {module} import {outer} as build"
         factory = f"build{attribute.removeprefix(outer)}()"
     test = Path("tests" if Path("tests").is_dir() else ".") / "test_gtrainer.py"

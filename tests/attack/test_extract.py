@@ -1,5 +1,7 @@
 """A part of a graph computes what it computes in the whole one, from the same values."""
 
+import operator
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
@@ -70,6 +72,38 @@ def test_what_is_no_tensor_is_kept():
     part = extract(gm, [item])
     assert [node.name for node in computed(part)] == ["split", "getitem_1"]
     assert [node.name for node in part.graph.find_nodes(op="placeholder")] == ["mm"]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("kept", ["tensor", "next"])
+def test_what_holds_tuples_in_tuples_is_kept_as_a_whole(depth, kept):
+    def nested(x):
+        value = x + 1
+        for _ in range(depth):
+            value = (x, value)
+        return value
+
+    graph = fx.Graph()
+    value, inputs = torch.arange(3.0), (torch.arange(3.0),)
+    node = graph.placeholder("x")
+    node.meta["val"] = value
+    node, value = graph.call_function(nested, (node,)), nested(value)
+    node.meta["val"] = value
+    for _ in range(depth):
+        node, value = graph.call_function(operator.getitem, (node, 1)), value[1]
+        node.meta["val"] = value
+    last = graph.call_function(aten.exp.default, (node,))
+    last.meta["val"] = value.exp()
+    graph.output((last, node))
+    gm = fx.GraphModule({}, graph)
+    part = extract(gm, [node if kept == "tensor" else last])
+    part.graph.lint()
+    if kept == "tensor":
+        assert torch.equal(part(*inputs)[0], inputs[0] + 1)
+        assert len(computed(part)) == depth + 1
+    else:  # the tensor can be an input, so nothing before it is needed
+        assert torch.equal(part(*inputs)[0], inputs[0].exp())
+        assert len(computed(part)) == 1
 
 
 def test_inputs_stay_in_front_and_names_do_not_collide():

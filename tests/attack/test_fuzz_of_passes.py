@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from pytest_gtrainer import graphtext, prove
 from pytest_gtrainer.__main__ import main
-from pytest_gtrainer.attack.fuzz import Fuzzer
+from pytest_gtrainer.attack.fuzz import Fuzzer, _shape
 from pytest_gtrainer.attack.generate import generate
 from pytest_gtrainer.attack.models import graphs_of
 from pytest_gtrainer.attack.oracles import Failure, with_limit
@@ -333,6 +333,58 @@ def test_each_failure_counts_once(tmp_path):
 
 def second_pass(gm, inputs=None):
     return list(gm.graph.nodes)[99]
+
+
+def graph_of_a_sum(edit=lambda graph, x, total: None):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    total = graph.call_function(aten.sum.dim_IntList, (x, [0]), {"keepdim": True})
+    graph.call_function(aten.neg.default, (x,))
+    graph.output((total, x))
+    edit(graph, x, total)
+    return fx.GraphModule({}, graph)
+
+
+def set_keepdim(graph, x, total):
+    total.kwargs = {"keepdim": False}
+
+
+def set_dim(graph, x, total):
+    total.args = (x, [1])
+
+
+def set_operator(graph, x, total):
+    total.target = aten.mean.dim
+
+
+def set_name(graph, x, total):
+    total.name = "total"
+
+
+def set_order(graph, x, total):
+    total.append(x.next)
+    graph.output_node().prepend(total)
+
+
+def set_results(graph, x, total):
+    graph.output_node().args = ((x, total),)
+
+
+def add_one(graph, x, total):
+    graph.call_function(aten.exp.default, (x,))
+
+
+def erase_one(graph, x, total):
+    graph.erase_node(graph.output_node().prev)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [set_keepdim, set_dim, set_operator, set_name, set_order, set_results, add_one, erase_one],
+)
+def test_a_graph_of_which_anything_was_changed_is_another(edit):
+    assert _shape(graph_of_a_sum()) == _shape(graph_of_a_sum())
+    assert _shape(graph_of_a_sum()) != _shape(graph_of_a_sum(edit))
 
 
 @pytest.mark.parametrize("ends", ["returns", "raises", "is too slow"])

@@ -333,6 +333,65 @@ def written(folder, *phases, values=b"", **fields):
     return folder
 
 
+SETTINGS = {"a": "1", "b": "2", "c": "3"}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "lines"),
+    [
+        ({}, {}, []),
+        ({"torch": "1"}, {"torch": "2"}, ["other torch: 1 in A, 2 in B"]),
+        (
+            {"python": "3.11", "device": "cpu", "threads": 2, "every": 1},
+            {"python": "3.12", "device": "H", "threads": 3, "every": 5},
+            [
+                "other python: 3.11 in A, 3.12 in B",
+                "other device: cpu in A, H in B",
+                "other threads: 2 in A, 3 in B",
+                "other every: 1 in A, 5 in B",
+            ],
+        ),
+        (
+            {"model": "M", "optimizers": ["Adam", "SGD"], "compiled": []},
+            {"model": "N", "optimizers": ["Adam"], "compiled": ["a", "b"]},
+            [
+                "other model: M in A, N in B",
+                "other optimizers: Adam, SGD in A, Adam in B",
+                "other compiled: nothing in A, a, b in B",
+            ],
+        ),
+        ({"model": "M"}, {}, ["other model: M in A, None in B"]),
+        ({"settings": SETTINGS}, {"settings": SETTINGS}, []),
+        (
+            {"settings": SETTINGS},
+            {"settings": {"c": "3", "d": "4", "a": "9"}},
+            [
+                "other setting a: 1 in A, 9 in B",
+                "other setting b: 2 in A, unknown in B",
+                "other setting d: unknown in A, 4 in B",
+            ],
+        ),
+        ({"settings": {"a": "1"}}, {}, ["other setting a: 1 in A, unknown in B"]),
+        ({}, {"settings": {"a": "1"}}, ["other setting a: unknown in A, 1 in B"]),
+        ({"arguments": []}, {"arguments": ["-x", 1]}, ["other arguments: '' in A, '-x 1' in B"]),
+        ({"arguments": ["a b"]}, {}, ["other arguments: 'a b' in A, '' in B"]),
+        ({"arguments": ["a"]}, {"arguments": ["a"]}, []),
+    ],
+)
+def test_what_differs_around_the_runs_is_said_in_one_order(tmp_path, a, b, lines):
+    """Also what only one side knows, as a setting that came with a later torch."""
+    step = {"loss": {"root": [1.0, "f32"]}}
+    runs = [written(tmp_path / "a", step, **a), written(tmp_path / "b", step, **b)]
+    result = compare_runs(*map(read_run, runs))
+    assert result.surroundings == lines
+    assert list(result.lines()) == [
+        f"A: {runs[0]}, 1 rank, steps 0 to 0",
+        f"B: {runs[1]}, 1 rank, steps 0 to 0",
+        *lines,
+        "equal: 1 value in 1 step",
+    ]
+
+
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize(
     ("part", "origin"), [(None, (0, 0)), ([[0, 0], [2, 3]], (0, 0)), ([[4, 5], [2, 3]], (4, 5))]

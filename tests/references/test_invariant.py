@@ -106,6 +106,24 @@ def test_what_could_not_fail():
     assert "1 of 128 elements" in str(assert_invariant(lambda x: x.relu(), some, SIZES))
 
 
+@pytest.mark.parametrize("other", [0, 1, 2])
+def test_one_input_with_rows_of_its_own_is_enough(other):
+    """The other inputs, and the other results, may be equal for all rows."""
+    inputs = [ROWS[:1].expand(8, 16)] * 3
+    inputs[other] = ROWS
+
+    def fn(inputs):
+        results = [torch.ones(len(ROWS[:1]), 2).expand(len(inputs[0]), 2)] * 3
+        results[(other + 1) % 3] = inputs[other] * 2 + inputs[other - 1]
+        return results
+
+    assert assert_invariant(fn, inputs, {"batch": [1, 4]}).rows == 8
+    for kept in range(3):
+        if kept != other:
+            with pytest.raises(VacuousCheck, match=r"^all rows are equal, so a row has no other"):
+                assert_invariant(fn, [inputs[kept]] * 3, {"batch": [1, 4]})
+
+
 def test_sizes_and_rows_that_do_not_fit():
     with pytest.raises(ValueError, match=r"over\['batch'\] is \[0, 2\]: give sizes, at least 1"):
         assert_invariant(product, ROWS, {"batch": [0, 2]})

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from pytest_gtrainer import TrainConfig
 from pytest_gtrainer.__main__ import main
 from pytest_gtrainer.options import OPTIONS
 
@@ -192,6 +194,41 @@ def test_a_model_that_cannot_be_tested_is_one_sentence(project, capsys, argument
     assert main(["init", *(each.format(project) for each in arguments), "--yes"]) == 2
     assert capsys.readouterr().err.startswith(f"init: {says.format(project)}")
     assert written() == []
+
+
+NAMED = """
+from torch import nn
+
+class C(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(3, 3))
+
+class B(C):
+    pass
+
+class A(C):
+    tiny = B
+
+    class of:
+        tiny = C
+
+{name} = A
+"""
+
+
+@pytest.mark.parametrize("outer", ["A", "model", "step", "batch", "torch", "TrainConfig"])
+@pytest.mark.parametrize(("inner", "built"), [("", "A"), (".tiny", "B"), (".of.tiny", "C")])
+def test_the_test_builds_the_model_that_was_named(make_project, outer, inner, built):
+    """Names that the test uses itself are of the model all the same."""
+    project = make_project(NAMED.format(name=outer))
+    assert main(["init", f"{project}:{outer}{inner}", "--yes"]) == 0
+    found = {}
+    exec(Path(FILES[0]).read_text(), found)
+    model = found["model"]()
+    assert type(model).__name__ == built
+    assert found["step"](model, *found["batch"](0, 0)).shape == ()
+    assert (found["pytest"], found["torch"]) == (pytest, torch)
+    assert found["TrainConfig"] is TrainConfig
 
 
 def test_several_inputs_are_given_with_commas(project):

@@ -1,5 +1,9 @@
 """``python -m pytest_gtrainer plan``: a plan to paste, or one sentence."""
 
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 
 from pytest_gtrainer.__main__ import main
@@ -98,3 +102,36 @@ def test_rows_of_layers_are_loops_only_where_indices_follow_each_other():
         *("bucket_plan = [", '*(f"a.{i}.b" for i in range(2, 6)),', '"a.7.b",', '"a.8.b",'),
         *('*(f"{i}" for i in range(4)),', '"c",', '"d",', "]", ""),
     ]
+
+
+LAYERS = st.builds(
+    lambda before, begin, behind, number: [
+        f"{before}{index}{behind}" for index in range(begin, begin + number)
+    ],
+    st.sampled_from(["layers.", "a.1.", "h2.", ""]),
+    st.integers(0, 10),
+    st.sampled_from(["", ".attn", ".mlp", ".1"]),
+    st.integers(1, 6),
+)
+
+
+@hypothesis.given(
+    st.lists(LAYERS, min_size=1, max_size=6).map(itertools.chain.from_iterable).map(list)
+)
+@hypothesis.example([f"layers.{i}.{name}" for i, name in enumerate(["attn", "mlp"] * 2)])
+@hypothesis.example([f"a.{i}.{i}" for i in range(5)])
+@hypothesis.example([f"{i}.1" for i in (9, 10, 11, 12, 12)])
+@hypothesis.settings(deadline=None)
+def test_a_plan_of_any_layers_is_itself_as_python(names):
+    """Also with two numbers in a name, and where only what is behind the number changes."""
+    suggested = SuggestedPlan(tuple(Suggestion((name,), True, "a layer") for name in names), ())
+    text = spell(suggested)
+    found = {}
+    exec(text, found)
+    assert found["bucket_plan"] == suggested.plan == names
+    numbers = 0
+    for line in text.splitlines()[1:-1]:
+        words = line.partition("# ")[2]
+        numbers += 1 if words == "a layer" else int(words.removesuffix(" layers"))
+        assert words == "a layer" or int(words.removesuffix(" layers")) >= 4
+    assert numbers == len(names)

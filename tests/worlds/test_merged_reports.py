@@ -1,5 +1,6 @@
 """Reports of a test are made from those of its ranks: headline, a line for each rank, agreement."""
 
+import itertools
 import re
 
 import pytest
@@ -295,6 +296,25 @@ def test_one_result_a_rank():
         "passed",
     ]
     assert result_of({"setup": SKIPPED, "teardown": failed("t", "teardown")}) == "failed"
+
+
+def test_of_all_phases_the_worst_is_the_result():
+    """Failed, a strict xfail that passed, the first skip of either kind, then xpassed."""
+    kinds = {
+        "failed": failed("own"),
+        STRICT: XPASSED,
+        "xfailed": XFAILED,
+        "skipped": SKIPPED,
+        "xpassed": report(wasxfail="known"),
+        "passed": PASSED,
+    }
+    for results in itertools.product(kinds, repeat=3):
+        reports = {phase: kinds[result] for phase, result in zip(PHASES, results, strict=True)}
+        skips = [each for each in results if each in ("xfailed", "skipped")]
+        order = ["failed", STRICT, *skips[:1], "xpassed", "passed"]
+        expected = next(each for each in order if each in results)
+        assert result_of(reports) == expected, results
+    assert result_of({}) == "passed"
 
 
 def test_a_failure_of_a_setup_leaves_no_call_and_one_of_a_teardown_stands_beside(request):

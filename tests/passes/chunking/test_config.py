@@ -53,6 +53,21 @@ def test_a_module_lies_in_the_root_that_matches_component_by_component(pattern, 
     assert not config.matches("")
 
 
+@pytest.mark.parametrize("num_chunks", [2, 3, 4])
+@pytest.mark.parametrize("extent", range(13))
+def test_an_extent_is_cut_into_equal_chunks_of_something_or_refused(num_chunks, extent):
+    config = ChunkConfig("layers.*.moe", num_chunks=num_chunks, chunk_dim="sequence")
+    if extent and extent % num_chunks == 0:
+        assert config.chunk_extent(extent, "x") * num_chunks == extent
+        return
+    words = (
+        f"x: extent {extent} of the sequence dimension does not divide into {num_chunks} chunks; "
+        f"choose num_chunks among the divisors of {extent}"
+    )
+    with pytest.raises(ChunkError, match=f"^{re.escape(words)}$"):
+        config.chunk_extent(extent, "x")
+
+
 INPUTS = (
     2.0,
     torch.zeros(4, 6),

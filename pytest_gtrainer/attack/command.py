@@ -11,6 +11,7 @@ from pathlib import Path
 from pytest_gtrainer import graphtext
 from pytest_gtrainer.attack.extract import computed
 from pytest_gtrainer.attack.fuzz import Fuzzer
+from pytest_gtrainer.attack.generate import mesh_of_ranks
 from pytest_gtrainer.attack.models import graphs_of, load_model
 from pytest_gtrainer.attack.oracles import (
     NOT_JUDGED,
@@ -66,7 +67,7 @@ def _fuzz(given: argparse.Namespace) -> int:
 
     text = ""
     if given.ranks:
-        text = f"# gtrainer graph v2\n# mesh: dp={given.ranks}\n"
+        text = f"# gtrainer graph v2\n# mesh: {mesh_of_ranks(given.ranks)}\n"
 
     begun, is_interrupted = time.monotonic(), False
     with world_of(text) as ranks:

@@ -12,7 +12,7 @@ from torch import fx
 
 from pytest_gtrainer import graphtext
 from pytest_gtrainer.attack.extract import computed, inputs_of
-from pytest_gtrainer.attack.generate import generate
+from pytest_gtrainer.attack.generate import generate, mesh_of_ranks
 from pytest_gtrainer.attack.oracles import NOT_JUDGED, RAISED, Failure, by_proof, judge_graphs
 from pytest_gtrainer.attack.reduce import Reduction, pass_file, write_whole
 from pytest_gtrainer.facts import counted
@@ -119,7 +119,7 @@ class Fuzzer:
         """Write the graph of a failure, then reduce it and write what is left."""
         text = graphtext.render(before)
         if self.ranks:
-            fields = {"world": f"fake {self.ranks}", "mesh": f"dp={self.ranks}"}
+            fields = {"world": f"fake {self.ranks}", "mesh": mesh_of_ranks(self.ranks)}
             text = "\n".join([*header.write(fields), header.body(text)])
 
         made = f"seed {seed}, {nodes} nodes, {self.ranks} ranks"

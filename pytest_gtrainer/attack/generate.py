@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
+from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT
+from pytest_gtrainer._torch.process_groups import group_ranks, names_of_live_groups
 from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, OpOverload, pytree
 from pytest_gtrainer.attack.extract import computed, extract
 from pytest_gtrainer.graph.collectives import launches
@@ -41,6 +41,7 @@ _FRESH = (aten.empty_like, aten.zeros_like, aten.ones_like, aten.rand_like, aten
 _WRITES = (aten.add_.Tensor, aten.mul_.Tensor, aten.copy_.default)
 _REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default)
 _COMPARISONS = (aten.gt.Tensor, aten.le.Tensor, aten.eq.Tensor)
+_SUMS = ("sum", "avg")
 _MOST_ELEMENTS = 2**14
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -80,6 +81,7 @@ class _Maker:
 
     def __post_init__(self) -> None:
         self.dice = random.Random(self.seed)
+        self.groups = _groups_of_world() if self.ranks > 1 else []
         self.sizes = [self.dice.choice((2, 3, 4, 6, 8)) for _ in range(3)]
 
     def make(self, nodes: int, model: fx.GraphModule | None) -> fx.GraphModule:
@@ -384,16 +386,20 @@ class _Maker:
         self._call(aten.expand, node, [self.dice.choice(self.sizes), *wider])
 
     def _communicate(self) -> None:
-        node, group = self._any(), _name_of_world()
-        kind = self.dice.randrange(3)
+        node, (group, size) = self._any(), self.dice.choice(self.groups)
+        kind = self.dice.randrange(4)
+        shape = node.meta["val"].shape
         started = None
         if kind == 0:
-            reduction = self.dice.choice(("sum", "avg"))
-            started = self._call(ALL_REDUCE, node, reduction, group)
+            started = self._call(ALL_REDUCE, node, self.dice.choice(_SUMS), group)
         elif kind == 1:
-            started = self._call(ALL_GATHER, node, self.ranks, group)
-        elif node.meta["val"].ndim and node.meta["val"].shape[0] % self.ranks == 0:
-            started = self._call(REDUCE_SCATTER, node, "sum", self.ranks, group)
+            started = self._call(ALL_GATHER, node, size, group)
+        elif shape and shape[0] % size == 0:
+            if kind == 2:
+                started = self._call(REDUCE_SCATTER, node, self.dice.choice(_SUMS), size, group)
+            else:
+                splits = [shape[0] // size] * size
+                started = self._call(ALL_TO_ALL, node, splits, splits, group)
         if started is not None:
             self.floats.remove(started)  # nobody reads it before it is waited for
             self.started.append(started)
@@ -440,7 +446,21 @@ def _value(operand: Any) -> Any:
     return operand.meta["val"] if isinstance(operand, fx.Node) else operand
 
 
-def _name_of_world() -> str:
-    """Return the name of the group of all ranks."""
-    world: Any = dist.group.WORLD
-    return str(world.group_name)
+def mesh_of_ranks(ranks: int) -> str:
+    """Return the mesh of generated graphs: two dimensions if each has two ranks or more, else one.
+
+    >>> mesh_of_ranks(2), mesh_of_ranks(8)
+    ('dp=2', 'dp=4, tp=2')
+    """
+    if ranks < 4 or ranks % 2:
+        return f"dp={ranks}"
+    return f"dp={ranks // 2}, tp=2"
+
+
+def _groups_of_world() -> list[tuple[str, int]]:
+    """Return name and size of the groups of this rank that have others, in the order of names."""
+    found = []
+    for name in sorted(names_of_live_groups().values()):
+        if len(group_ranks(name)) > 1:
+            found.append((name, len(group_ranks(name))))
+    return found

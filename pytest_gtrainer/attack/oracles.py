@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import math
 import os
 import re
 import shlex
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import fx
 
 from pytest_gtrainer import facts, graphtext
+from pytest_gtrainer._torch.process_groups import group_ranks, names_of_live_groups
 from pytest_gtrainer._torch.random_states import random_states_kept
 from pytest_gtrainer.attack.extract import inputs_of
 from pytest_gtrainer.attack.pairs import cut_to_pairs
@@ -36,8 +38,9 @@ from pytest_gtrainer.proofs.inputs import draw_inputs
 from pytest_gtrainer.proofs.proof import KINDS
 from pytest_gtrainer.proofs.prove import prove_at_once
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
+from pytest_gtrainer.worlds.simulate import AnyWorld
 from pytest_gtrainer.worlds.simulated.net import NetModel
-from pytest_gtrainer.worlds.spec import make_spec
+from pytest_gtrainer.worlds.spec import World, make_spec
 
 _WORLD = re.compile(r"\b(\d+)\b")
 _DIMENSION = re.compile(r"(\w+)=(\d+)")
@@ -242,12 +245,25 @@ def _judge_whole(
     return Failure(kind, words)
 
 
-def _net_for(gm: fx.GraphModule, ranks: int) -> NetModel | None:
-    """Return the net that a graph needs, None if it does not communicate."""
+def _net_for(gm: fx.GraphModule, ranks: int) -> AnyWorld | None:
+    """Return the world that a graph needs, None if it does not communicate."""
     communicates = any(launches(node.target) for node in nodes_within(gm))
     if not communicates or not ranks:
         return None
-    return NetModel.of_world(ranks)
+    net, extents = NetModel.of_world(ranks), _extents(ranks)
+    mesh = {f"dimension{place}": extent for place, extent in enumerate(extents)}
+    return World("simulated", ranks, None, 1, mesh, "cpu", "fake", net)
+
+
+def _extents(size: int) -> list[int]:
+    """Return the extents of the mesh that is up, read from its groups: the first varies slowest."""
+    by_stride = {}
+    for name in names_of_live_groups().values():
+        ranks = group_ranks(name)
+        if 1 < len(ranks) < size:
+            by_stride[ranks[1] - ranks[0]] = len(ranks)
+    extents = [by_stride[stride] for stride in sorted(by_stride, reverse=True)]
+    return extents if math.prod(extents) == size else [size]
 
 
 def _differ_in_equal_pairs(

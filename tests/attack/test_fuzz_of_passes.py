@@ -16,11 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from pytest_gtrainer import graphtext, prove
 from pytest_gtrainer.__main__ import main
+from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer.attack.fuzz import Fuzzer, _shape
 from pytest_gtrainer.attack.generate import generate
 from pytest_gtrainer.attack.models import graphs_of
 from pytest_gtrainer.attack.oracles import Failure, with_limit
 from pytest_gtrainer.attack.reduce import Reduction
+from pytest_gtrainer.graph.collectives import group_of, kind_of, launches
 from pytest_gtrainer.graph.nodes import mutates
 from pytest_gtrainer.proofs.inputs import draw_inputs
 from pytest_gtrainer.references.config import TrainConfig
@@ -253,6 +255,40 @@ def test_a_right_pass_is_not_blamed(tmp_path, capsys):
     assert fuzz("neg_pass", tmp_path, "--minutes", 0.2, "--nodes", 15) == 0
     assert not list(tmp_path.iterdir())
     assert "0 failures" in capsys.readouterr().err
+
+
+def mean_of_pairs_pass(gm, inputs=None):
+    """Takes a sum for a mean in the inner of two groups alone, those of neighbours."""
+    target = torch.ops._c10d_functional.all_reduce.default
+    for node in gm.graph.find_nodes(op="call_function", target=target):
+        if group_ranks(node.args[2]) == (0, 1):
+            node.args = (node.args[0], "sum", node.args[2])
+    gm.recompile()
+    return gm
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("fake", mesh={"dp": 2, "tp": 2})
+def test_collectives_are_of_several_groups_and_kinds(gt_mesh):
+    seen = set()
+    for seed in range(25):
+        gm = generate(seed, 60, ranks=4)
+        assert graphtext.render(graphtext.parse(graphtext.render(gm))) == graphtext.render(gm)
+        for node in gm.graph.nodes:
+            if launches(node.target):
+                seen.add((kind_of(node), group_ranks(group_of(node))))
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    assert seen == {(kind, group) for kind in kinds for group in ((0, 2), (0, 1), (0, 1, 2, 3))}
+
+
+@pytest.mark.second_tier
+def test_a_mistake_in_one_of_two_groups_is_found(tmp_path):
+    arguments = "--minutes", 2, "--failures", 1, "--nodes", 30, "--ranks", 4
+    assert fuzz("mean_of_pairs_pass", tmp_path, *arguments) == 1
+    [path] = tmp_path.glob("*.fxgraph")
+    text = path.read_text()
+    assert "tp = group(range(0, 2))" in text
+    assert text.count("= _c10d_functional.") == 2, "the sum and its wait"
 
 
 def once_pass(gm, inputs=None):

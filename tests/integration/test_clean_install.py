@@ -24,7 +24,8 @@ TORCH = next(
 )
 FOUND = {sys.version_info.minor: sys.executable, **dict(other_pythons())}
 NOT_ON_THE_INDEX = 3
-PAGES = ("loss-differs", "goldens-in-ci", "two-nodes")
+PAGES = ("loss-differs", "goldens-in-ci")
+SECTIONS = {"ranks": "First on one machine"}
 DOORS = ("i-have-a-pass", "i-have-a-parallel-model", "i-have-a-compiled-model")
 pytestmark = pytest.mark.long
 
@@ -73,6 +74,8 @@ def test_it_holds_what_the_wheel_declares_and_no_numpy(clean, tmp_path):
 def test_the_tutorial_and_the_how_tos_are_followed(clean, tutorial):
     for page in PAGES:
         assert follow(ROOT / "docs" / "how-to" / f"{page}.md", tutorial, clean) > 0
+    for page, title in SECTIONS.items():
+        assert follow(ROOT / "docs" / f"{page}.md", tutorial, clean, section=title) > 0
 
 
 @pytest.mark.parametrize("page", DOORS)

@@ -139,7 +139,7 @@ def test_execution_order_is_told_by_layout_and_bits(gt_world):
     here = LAYOUTS_AROUND_WQ.replace("element 4872 ", f"element {4872 + first} ")
     assert here.replace("element 0 ", f"element {first} ") in text
     assert text.splitlines()[-1].startswith("rounding or a bug? assert_parity(config, gt_world,")
-    assert LAYOUTS_AROUND_WQ in Path("docs/simulated-world.md").read_text()
+    assert LAYOUTS_AROUND_WQ in Path("docs/worlds.md").read_text()
 
 
 class SecondFirst(nn.Module):

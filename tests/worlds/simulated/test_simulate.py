@@ -157,7 +157,7 @@ def test_a_net_and_a_number_of_ranks_are_worlds_too(gt_world):
 
 @simulated
 def test_the_example_of_the_page(gt_world):
-    page = Path("docs/simulated-world.md").read_text()
+    page = Path("docs/worlds.md").read_text()
     text = re.search(r"```python\n(# test_foreign\.py\n.*?)```", page, re.DOTALL)[1]
     example = {}
     exec(compile(text, "test_foreign.py", "exec", dont_inherit=True), example)

@@ -9,7 +9,7 @@ from pytest_gtrainer import NetModel, sweep_nets
 
 pytestmark = pytest.mark.second_tier
 
-DOCUMENTATION = Path("docs/simulated-world.md").read_text()
+DOCUMENTATION = Path("docs/worlds.md").read_text()
 EXAMPLE = re.search(r"```python\n(# test_nets\.py\n.*?)```", DOCUMENTATION, re.DOTALL)[1]
 NOTHING = "equal, but proves nothing: so is the control"
 TABLE = f"""\

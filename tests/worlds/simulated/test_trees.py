@@ -21,7 +21,7 @@ from tests.worlds.simulated import graphs
 
 CONFIG = functools.partial(llama3_training, precision="fp32", steps=1)
 HSDP = pytest.mark.gt_world("simulated", size=8, nodes=4, mesh={"replicate": 4, "shard": 2})
-BLOCKS = re.findall(r"```python\n(.*?)```", Path("docs/simulated-world.md").read_text(), re.DOTALL)
+BLOCKS = re.findall(r"```python\n(.*?)```", Path("docs/worlds.md").read_text(), re.DOTALL)
 
 
 @pytest.mark.parametrize("nodes", range(2, 10))

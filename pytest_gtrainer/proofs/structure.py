@@ -15,7 +15,7 @@ node.
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from pytest_gtrainer._torch.values import OpOverload
 from pytest_gtrainer.arithmetic.operators import UNINITIALISED, base_name
 from pytest_gtrainer.graph.collectives import launches
-from pytest_gtrainer.graph.nodes import is_random, leaves_of, mutates, value_of
+from pytest_gtrainer.graph.nodes import is_random, mutates, value_of
 from pytest_gtrainer.proofs.proof import Proof
 
 FEWEST_NODES = 2000
@@ -37,6 +37,17 @@ class _RunsAsAWhole(Exception):
     """A graph has something of which its nodes do not say what it does."""
 
 
+class _Call(NamedTuple):
+    """What a node calls, apart from the values that it is given.
+
+    Attributes:
+        settings: the operator and all its arguments, with ``fx.Node`` in place of each operand.
+    """
+
+    settings: tuple[Any, ...]
+    operands: list[fx.Node]
+
+
 @dataclass(slots=True)
 class _Numbered:
     """A graph whose nodes have numbers.
@@ -47,6 +58,7 @@ class _Numbered:
     """
 
     gm: fx.GraphModule
+    calls: dict[fx.Node, _Call] = field(default_factory=dict)
     numbers: dict[fx.Node, int] = field(default_factory=dict)
     abstract: set[fx.Node] = field(default_factory=set)
 
@@ -97,7 +109,8 @@ def _number(gm: fx.GraphModule, table: dict[Any, int]) -> _Numbered:
     side = _Numbered(gm)
     inputs = 0
     for node in gm.graph.nodes:
-        key: Any = (node.op, node.target, _call(node, side.numbers))
+        call = side.calls[node] = _call(node)
+        key: Any = (call.settings, *[side.numbers[operand] for operand in call.operands])
         if node.op == "placeholder":
             key, inputs = ("input", inputs), inputs + 1
         elif node.op != "output" and not _is_function(node):
@@ -113,20 +126,22 @@ def _number(gm: fx.GraphModule, table: dict[Any, int]) -> _Numbered:
     return side
 
 
-def _call(node: fx.Node, numbers: dict[fx.Node, int] | None) -> Any:
-    """Return all that a call depends on, as a key; without ``numbers`` all operands are alike."""
+def _call(node: fx.Node) -> _Call:
+    operands: list[fx.Node] = []
 
-    def spelled(argument: Any) -> Any:
+    def setting(argument: Any) -> Any:
         if isinstance(argument, fx.Node):
-            return ("node", -1 if numbers is None else numbers[argument])
+            operands.append(argument)
+            return fx.Node
         if isinstance(argument, list | tuple):
-            return (type(argument).__name__, *map(spelled, argument))
+            return (type(argument), *map(setting, argument))
         if argument is None or isinstance(argument, _PLAIN):
-            return (type(argument).__name__, repr(argument))  # -0.0 equals 0.0, and 1 equals True
+            return (type(argument), repr(argument))  # -0.0 equals 0.0, and 1 equals True
         raise _RunsAsAWhole
 
-    keywords = [(name, spelled(node.kwargs[name])) for name in sorted(node.kwargs)]
-    return spelled(node.args), tuple(keywords)
+    arguments = setting(node.args)
+    keywords = [(name, setting(node.kwargs[name])) for name in sorted(node.kwargs)]
+    return _Call((node.op, node.target, arguments, *keywords), operands)
 
 
 def _is_function(node: fx.Node) -> bool:
@@ -165,11 +180,10 @@ def _where_they_part(actual: _Numbered, expected: _Numbered) -> Iterator[tuple[f
         first, second = todo.pop()
         if actual.numbers[first] == expected.numbers[second]:
             continue
-        is_one_call = (first.op, first.target) == (second.op, second.target)
-        is_one_call = is_one_call and first.op != "placeholder" and not _is_unwritten(first)
-        if is_one_call and _call(first, None) == _call(second, None):
-            operands = zip(_operands(first), _operands(second), strict=True)
-            for pair in operands:
+        calls = actual.calls[first], expected.calls[second]
+        is_one_call = calls[0].settings == calls[1].settings
+        if is_one_call and first.op != "placeholder" and not _is_unwritten(first):
+            for pair in zip(calls[0].operands, calls[1].operands, strict=True):
                 if pair not in seen:
                     seen.add(pair)
                     todo.append(pair)
@@ -177,11 +191,6 @@ def _where_they_part(actual: _Numbered, expected: _Numbered) -> Iterator[tuple[f
             raise _RunsAsAWhole
         else:
             yield first, second
-
-
-def _operands(node: fx.Node) -> list[fx.Node]:
-    keywords = [node.kwargs[name] for name in sorted(node.kwargs)]
-    return [leaf for leaf in leaves_of([node.args, keywords]) if isinstance(leaf, fx.Node)]
 
 
 class _Part:

@@ -49,13 +49,8 @@ def test_tests_that_pages_name_exist():
 
 @pytest.mark.second_tier
 def test_the_example_of_a_pass_is_followed(tmp_path):
-    page = (
-        (PAGES / "how-to" / "add-a-pass.md")
-        .read_text()
-        .partition("## A pass in a training step")[0]
-    )
-    (tmp_path / "page.md").write_text(page)
-    assert follow(tmp_path / "page.md", tmp_path, Path(sys.executable).parent) == 2
+    commands, section = Path(sys.executable).parent, "The smallest pass and its test"
+    assert follow(PAGES / "graph-checks.md", tmp_path, commands, section) == 2
 
 
 @pytest.mark.long

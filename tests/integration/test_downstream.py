@@ -116,12 +116,12 @@ def test_its_workflow_has_two_versions_of_torch_that_it_allows():
 
 
 def test_the_page_shows_the_workflow_and_runs_its_commands():
-    page = ROOT / "docs" / "how-to" / "ci-matrix.md"
-    shown = dict(blocks(page))
+    page, section = ROOT / "docs" / "reports.md", "In CI: versions of torch, CPU and GPU"
+    shown = dict(blocks(page, section))
     assert shown["yaml"] == WORKFLOW.read_text()
     followed = [
         command
-        for language, text in blocks(page)
+        for language, text in blocks(page, section)
         if language == "console"
         for command, _ in commands(text)
     ]

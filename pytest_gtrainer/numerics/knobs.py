@@ -2,7 +2,7 @@
 which bits it gives.
 
 Three things use it: ``deterministic``, which sets and reports the switches; the guard against tests
-that leak a flag; and the table in ``docs/determinism.md``. Reading a switch imports nothing: one of
+that leak a flag; and the table in ``docs/numerics.md``. Reading a switch imports nothing: one of
 a module that is not loaded has no value.
 """
 

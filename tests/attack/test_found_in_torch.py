@@ -1,4 +1,4 @@
-"""What ``fuzz`` has found in torch's own passes, in plain torch; docs/attack.md lists it.
+"""What ``fuzz`` has found in torch's own passes, in plain torch; docs/conformance.md lists it.
 
 Each test holds as long as torch has the mistake.
 """

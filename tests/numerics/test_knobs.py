@@ -11,7 +11,7 @@ import torch
 from pytest_gtrainer.numerics import knobs
 from pytest_gtrainer.numerics.knobs import KNOBS
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "determinism.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "numerics.md"
 
 
 @pytest.mark.parametrize(

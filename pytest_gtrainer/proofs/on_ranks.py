@@ -71,13 +71,8 @@ class GraphOnRanks(GraphProgram):
         mode.exchange = exchange_on_ranks
         super()._run(mode, left)
 
-    def gathered(self, own: Any) -> list[Any]:
-        return gathered_from_ranks(own)
-
-
-def gathered_from_ranks(own: Any) -> list[Any]:
-    """Return the answers of all ranks of the world. Every rank must call this."""
-    return gather_objects(own)
+    def gather_from_all_ranks(self, own: Any) -> list[Any]:
+        return gather_objects(own)
 
 
 def exchange_on_ranks(mode: ArithmeticMode, func: Any, args: Any, kwargs: Any) -> Any:

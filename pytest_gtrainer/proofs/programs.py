@@ -115,8 +115,11 @@ class Program(ABC):
         """Return the names of floating-point tensors whose numbers stay what they are."""
         return []
 
-    def gathered(self, own: Any) -> list[Any]:
-        """Return the answers of all real ranks; other programs have one."""
+    def gather_from_all_ranks(self, own: Any) -> list[Any]:
+        """Return the answers of all real ranks, in rank order; programs of one process have one.
+
+        On real ranks this is a collective: every rank must call it, the same number of times.
+        """
         return [own]
 
     def run(self, arithmetic: Arithmetic, on_result: Any = None) -> Run:

@@ -1,8 +1,19 @@
-"""Prove which kind of equal two programs are."""
+"""Prove which kind of equal two programs are.
+
+``prove_programs`` looks for the kinds one after the other, the strongest first:
+
+1. *Attempts.* Both programs run in each arithmetic that may find this kind (``_ATTEMPTS``), until
+   they are equal in one: in a first run, and in further runs if that could be chance. If all ranks
+   are alike, one runs for all. If the two differ so, all ranks run.
+2. *Numbers.* Equal programs run in float64, too. If these results are apart, nobody knows.
+3. *The answer.* If they are equal, this is the kind. If nobody knows, the proof is "unknown". If
+   they differ, the next kind is looked for; after the weakest one they are another function.
+
+On real ranks each function below that takes ``programs`` is a collective: every rank has to call
+it, and goes on by what ``gather_from_all_ranks`` returns, which is the same on all.
+"""
 
 import copy
-import itertools
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,19 +26,32 @@ from torch import Tensor, fx
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.foreign_graphs import ExportedProgram
-from pytest_gtrainer.arithmetic.base import FEW, MOST_RIVALS, Arithmetic
+from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.field import Field, FieldWithExponents
 from pytest_gtrainer.arithmetic.numbers import Numbers, numbers_of
 from pytest_gtrainer.arithmetic.prime import P, Prime
 from pytest_gtrainer.arithmetic.terms import Terms
 from pytest_gtrainer.arithmetic.values import NoMeaning
-from pytest_gtrainer.facts import long_work
+from pytest_gtrainer.facts import long_work, spell_some
 from pytest_gtrainer.graph.collectives import launches, unread_launches
 from pytest_gtrainer.graph.foreign import adopt
 from pytest_gtrainer.graph.nodes import AFTERWARDS
 from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.numerics.bits import as_integers
 from pytest_gtrainer.proofs.alike import OneRankForAll, differ_only_in_floats
+from pytest_gtrainer.proofs.assumptions import (
+    says_known,
+    says_unlike,
+    taken_on_trust,
+    unlike_operators,
+)
+from pytest_gtrainer.proofs.further_runs import (
+    Chances,
+    add_branches,
+    further_runs,
+    unlike_limits,
+    unlike_rivals,
+)
 from pytest_gtrainer.proofs.in_numbers import (
     Difference,
     agreement,
@@ -52,36 +76,65 @@ from pytest_gtrainer.proofs.structure import prove_by_structure
 from pytest_gtrainer.worlds.simulate import AnyWorld, net_of_any
 from pytest_gtrainer.worlds.spec import World
 
-_ARITHMETICS: Mapping[str, Sequence[Callable[[], Arithmetic]]] = {
-    "identical": [lambda: Terms(strict=True)],
-    "other kernels": [lambda: Terms(strict=False)],
-    "reordered": [
-        lambda: Field(casts="opaque"),
-        lambda: FieldWithExponents(casts="opaque"),
-        lambda: FieldWithExponents(casts="opaque", orders_softmax=False),
-    ],
+
+def _have_functions(first: Sequence[Arithmetic]) -> bool:
+    """Return whether exp, log or roots were computed; else both fields are the same."""
+    return any(each.exponentials or each.roots for each in first)
+
+
+def _have_softmax(first: Sequence[Arithmetic]) -> bool:
+    """Return whether there is a softmax, whose rows have the order of its operand.
+
+    Each order is possible, so programs that are equal in another one are equal. A softmax that is
+    written by hand is torch's where neither has the order of its operand.
+    """
+    return any(isinstance(each, Field) and each.has_softmax for each in first)
+
+
+def _have_digits(first: Sequence[Arithmetic]) -> bool:
+    """Return whether known numbers are computed in float32, such as 1 - 0.9**step."""
+    return any(each.has_digits for each in first)
+
+
+def _always(first: Sequence[Arithmetic]) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """An arithmetic that may find two programs equal in a kind.
+
+    Attributes:
+        is_made: whether the attempt is made, by what both programs did in the first attempt of the
+            kind, in which they differ.
+        arithmetic: makes one in which nothing has run.
+    """
+
+    is_made: Callable[[Sequence[Arithmetic]], bool]
+    arithmetic: Callable[[], Arithmetic]
+
+
+def _attempts_of_field(**options: Any) -> list[_Attempt]:
+    return [
+        _Attempt(_always, lambda: Field(**options)),
+        _Attempt(_have_functions, lambda: FieldWithExponents(**options)),
+        _Attempt(_have_softmax, lambda: FieldWithExponents(**options, orders_softmax=False)),
+    ]
+
+
+_ATTEMPTS: Mapping[str, Sequence[_Attempt]] = {
+    "identical": [_Attempt(_always, lambda: Terms(strict=True))],
+    "other kernels": [_Attempt(_always, lambda: Terms(strict=False))],
+    "reordered": _attempts_of_field(casts="opaque"),
     "rounds elsewhere": [
-        lambda: Field(casts="identity"),
-        lambda: FieldWithExponents(casts="identity"),
-        lambda: FieldWithExponents(casts="identity", orders_softmax=False),
-        lambda: FieldWithExponents(casts="identity", keeps_digits=True),
+        *_attempts_of_field(casts="identity"),
+        _Attempt(_have_digits, lambda: FieldWithExponents(casts="identity", keeps_digits=True)),
     ],
 }
-"""By kind of equal, arithmetics of which one has to find it. The first says where it is not."""
+"""By kind of equal, the attempts to find it: one of them has to succeed.
 
-
-def _may_find_more(arithmetic: Arithmetic, first: Sequence[Run]) -> bool:
-    """Return whether an arithmetic may find programs equal that differ in the first one."""
-    others = [run.arithmetic for run in first]
-    if arithmetic.keeps_digits:
-        return any(each.has_digits for each in others)
-    if isinstance(arithmetic, Field) and not arithmetic.orders_softmax:
-        # Each order is possible, so programs that are equal in another one are equal. A softmax
-        # that is written by hand is torch's where neither has the order of its operand.
-        return any(isinstance(each, Field) and each.has_softmax for each in others)
-    # Without exp, log and roots the other field is the same.
-    return any(each.exponentials or each.roots for each in others)
-
+If none does, the runs of the first one say where the programs differ.
+"""
 
 _IN_ORDER = ("identical", "other kernels")
 """Kinds that depend on the order in which ranks add."""
@@ -194,31 +247,31 @@ def prove_programs(
         for kind in kinds:
             note(f"is it {kind}?")
             begun = time.perf_counter()
-            attempt = _Attempt()
+            answer = _Answer()
             if alike:
-                attempt = _attempt(alike, kind)
-            if not attempt.is_equal:
-                attempt = _attempt(programs, kind)
-            if attempt.is_equal:
-                attempt = _held_to_numbers(attempt, programs, kind, is_one_for_all=bool(alike))
+                answer = _look_for(kind, alike)
+            if not answer.is_equal:  # expressions that differ may be equal on each rank
+                answer = _look_for(kind, programs)
+            if answer.is_equal:
+                answer = _hold_to_numbers(answer, programs, kind, are_alike=bool(alike))
             seconds[kind] = time.perf_counter() - begun
-            if attempt.reason:
-                return Proof("unknown", reason=attempt.reason, seconds=seconds)
-            if attempt.is_equal:
-                return _equal(kind, programs, attempt, failed, seconds, drawn)
-            failed = kind, attempt.runs[0], attempt.runs[1]
+            if answer.reason:
+                return Proof("unknown", reason=answer.reason, seconds=seconds)
+            if answer.is_equal:
+                return _equal(kind, programs, answer, failed, seconds, drawn)
+            failed = kind, answer.runs[0], answer.runs[1]
 
     assert failed is not None
     return _different(programs, *failed, seconds)
 
 
 @dataclass(frozen=True, slots=True)
-class _Attempt:
-    """The result of looking for one kind of equal.
+class _Answer:
+    """Whether two programs are equal in one kind.
 
     Attributes:
-        runs: of both programs, in the arithmetic that says most.
-        reason: why nothing is known.
+        runs: of both programs; if they differ, those of the first attempt.
+        reason: why nobody knows, which ends the search for weaker kinds, too; "" if it is known.
         unchecked: why no numbers could be compared.
     """
 
@@ -228,57 +281,62 @@ class _Attempt:
     unchecked: str = ""
 
 
-def _attempt(programs: Sequence[Program], kind: str) -> _Attempt:
-    """Run two programs in each arithmetic that may find a kind of equal, until one does."""
+def _look_for(kind: str, programs: Sequence[Program]) -> _Answer:
+    """Make the attempts of a kind, until both programs are equal in one.
+
+    The answer has a reason if an operator has no meaning, if nothing abstract is compared, or if
+    real numbers contradict equal elements.
+    """
     first: Sequence[Run] = ()
-    for arithmetic in _ARITHMETICS[kind]:
-        if first and not _may_find_more(arithmetic(), first):
+    for attempt in _ATTEMPTS[kind]:
+        if not attempt.is_made([run.arithmetic for run in first]):
             continue
         try:
-            *runs, differ = _run_both(programs, arithmetic)
+            *runs, differ = _run_both(programs, attempt.arithmetic)
         except NoMeaning as error:
-            return _Attempt(reason=str(error))
-        reason = _first_reason(programs, _says_nothing(*runs))
-        if not differ and not reason:
-            reason = _first_reason(programs, _apart_in_real_numbers(kind, *runs))
-            if not reason:
-                return _Attempt(runs, is_equal=True)
-            if kind == "identical":
-                reason = ""  # other bits are no reason to know nothing: another kind may hold
+            return _Answer(reason=str(error))
+        reason = _first_reason_of_all_ranks(programs, _says_nothing(*runs))
         if reason:
-            return _Attempt(reason=reason)
+            return _Answer(reason=reason)
+        if not differ:
+            reason = _first_reason_of_all_ranks(programs, _apart_in_real_numbers(kind, *runs))
+            if not reason:
+                return _Answer(runs, is_equal=True)
+            if kind != "identical":
+                return _Answer(reason=reason)
+            # Other bits are no reason to know nothing: a weaker kind may hold.
         first = first or runs
 
-    return _Attempt(first)
+    return _Answer(first)
 
 
-def _held_to_numbers(
-    attempt: _Attempt, programs: Sequence[Program], kind: str, *, is_one_for_all: bool
-) -> _Attempt:
-    """Return an attempt, unless the numbers of both programs contradict it.
+def _hold_to_numbers(
+    answer: _Answer, programs: Sequence[Program], kind: str, *, are_alike: bool
+) -> _Answer:
+    """Return the answer "equal", unless the numbers of both programs contradict it.
 
-    If nothing is decided, then real numbers of the attempt itself have been compared. So bits need
-    no other look, nor does one rank that stands for all: a run of all costs more than the proof.
+    If nothing is decided, then real numbers of the runs themselves have been compared. So bits need
+    no other look, nor do ranks that are alike: a run of all of them costs more than the proof.
     """
-    decides = any(run.arithmetic.decisions for run in attempt.runs)
-    if not any(programs[0].gathered(decides)) and (kind == "identical" or is_one_for_all):
-        return attempt
+    decides = _on_any_rank(programs, any(run.arithmetic.decisions for run in answer.runs))
+    if not decides and (kind == "identical" or are_alike):
+        return answer
     runs: list[Run] = []
 
     def compare(numbers: Numbers) -> Difference:
         return _compare_in_numbers(programs, numbers, runs)
 
     try:
-        reads = any(programs[0].gathered(any(run.reads for run in attempt.runs)))
+        reads = _on_any_rank(programs, any(run.reads for run in answer.runs))
         reason = contradiction(kind, compare, reads=reads)
     except NoMeaning as error:
-        return replace(attempt, unchecked=says_unchecked(error))
+        return replace(answer, unchecked=says_unchecked(error))
     if not reason:
         # Of the first draw, whose inputs are near those that are given.
-        reason = _first_reason(programs, _apart_in_real_numbers(kind, *runs[:2]))
+        reason = _first_reason_of_all_ranks(programs, _apart_in_real_numbers(kind, *runs[:2]))
         if reason and kind == "identical":
-            return replace(attempt, is_equal=False)  # other bits: another kind may hold
-    return _Attempt(reason=reason) if reason else attempt
+            return replace(answer, is_equal=False)  # other bits: a weaker kind may hold
+    return _Answer(reason=reason) if reason else answer
 
 
 def _compare_in_numbers(
@@ -319,13 +377,19 @@ def _difference_in_numbers(
             else:
                 side[key] = made.elements.double() if made.is_known else numbers_of(made.elements)
         sides.append(side)
-    inputs = max(programs[0].gathered(numbers.largest))
-    return largest(programs[0].gathered(difference(sides[0], sides[1], inputs)))
+    inputs = max(programs[0].gather_from_all_ranks(numbers.largest))
+    own = difference(sides[0], sides[1], inputs)
+    return largest(programs[0].gather_from_all_ranks(own))
 
 
-def _first_reason(programs: Sequence[Program], own: str) -> str:
+def _first_reason_of_all_ranks(programs: Sequence[Program], own: str) -> str:
     """Return what the first rank says that says anything."""
-    return next((reason for reason in programs[0].gathered(own) if reason), "")
+    return next((reason for reason in programs[0].gather_from_all_ranks(own) if reason), "")
+
+
+def _on_any_rank(programs: Sequence[Program], own: bool) -> bool:
+    """Return whether something is so on any rank."""
+    return any(programs[0].gather_from_all_ranks(own))
 
 
 def check_kind(kind: str) -> None:
@@ -335,33 +399,33 @@ def check_kind(kind: str) -> None:
 
 
 def _run_both(
-    programs: Sequence[Program], arithmetic: Callable[[], Arithmetic]
+    programs: Sequence[Program], make_arithmetic: Callable[[], Arithmetic]
 ) -> tuple[Run, Run, bool]:
     """Run two programs in an arithmetic, and return the runs, and whether they differ.
 
-    If they decide something, or take few square roots, one run may be equal by chance. Then they
-    run again: with abstract elements above and below all known numbers, and with other elements.
+    They are equal if they are in a first run, and in all ``further_runs`` that it asks for. If they
+    differ, the runs are those that do, otherwise the first ones.
     """
-    first, differ = _run_once(programs, arithmetic())
+    first, differ = _run_once(programs, make_arithmetic())
     if differ:
         return *first, True
-    gathered = programs[0].gathered([Chances.of(run.arithmetic) for run in first])
-    actual, expected = ([own[side] for own in gathered] for side in (0, 1))
-    in_order = isinstance(first[0].arithmetic, Terms)
-    # Kernels that compare other numbers are not the same on the same values.
-    compares_others = bool(unlike_limits(actual, expected)) or _have_other_rivals(programs, first)
-    if in_order and compares_others:
-        return *first, True
-    for aim in aims(actual, expected):
-        again = arithmetic()
-        aim.give_to(again)
-        runs, differ = _run_once(programs, again)
-        needs_rivals = not (differ or in_order or aim.is_for_limits)
-        if needs_rivals and _have_other_rivals(programs, runs):
-            again = arithmetic()
-            aim.give_to(again)
-            again.favoured = _other_rivals(runs)
-            runs, differ = _run_once(programs, again)
+    of_ranks = programs[0].gather_from_all_ranks([Chances.of(run.arithmetic) for run in first])
+    actual = [of_rank[0] for of_rank in of_ranks]
+    expected = [of_rank[1] for of_rank in of_ranks]
+    is_in_order = isinstance(first[0].arithmetic, Terms)
+    if is_in_order:
+        # Kernels that compare other numbers are not the same on the same values.
+        compare_others = bool(unlike_limits(actual, expected))
+        if compare_others or _have_unlike_rivals_on_any_rank(programs, first):
+            return *first, True
+
+    for further in further_runs(actual, expected):
+        runs, differ = _run_once(programs, further.set_up(make_arithmetic()))
+        may_have_rivals = not (differ or is_in_order or further.is_for_limits)
+        if may_have_rivals and _have_unlike_rivals_on_any_rank(programs, runs):
+            # The same run, in which these elements are larger or smaller than all others.
+            favoured = _unlike_rivals(runs)
+            runs, differ = _run_once(programs, further.set_up(make_arithmetic(), favoured))
         if differ:
             return *runs, True
         for run, later in zip(first, runs, strict=True):
@@ -370,158 +434,29 @@ def _run_both(
     return *first, False
 
 
-def _other_rivals(runs: Sequence[Run]) -> Tensor:
-    """Return the elements that one of two programs alone compares with others, or sorts."""
-    actual, expected = (run.arithmetic.rivals for run in runs)
-    return other_rivals(actual, expected)
-
-
-def other_rivals(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return the elements, but 0, that are in one of two sets, if these are complete."""
-    if max(len(actual), len(expected)) >= MOST_RIVALS:
-        return torch.empty(0, dtype=torch.int64)
-    found, counts = torch.cat([actual, expected]).unique(return_counts=True)
-    return found[(counts == 1) & (found != 0)]
-
-
-def _have_other_rivals(programs: Sequence[Program], runs: Sequence[Run]) -> bool:
-    return any(programs[0].gathered(bool(len(_other_rivals(runs)))))
-
-
-def add_branches(arithmetic: Arithmetic, later: Arithmetic) -> None:
-    """Add the branches that a program has taken in a later run."""
-    for where, numbers in later.branches.items():
-        arithmetic.branches.setdefault(where, set()).update(numbers)
-
-
 def _run_once(programs: Sequence[Program], arithmetic: Arithmetic) -> tuple[tuple[Run, Run], bool]:
+    """Run both programs, and return whether they differ on any rank."""
     runs = programs[0].run(copy.deepcopy(arithmetic)), programs[1].run(arithmetic)
-    return runs, _first_difference(programs, *runs) is not None
+    return runs, _first_difference_on_all_ranks(programs, *runs) is not None
 
 
-def _first_difference(programs: Sequence[Program], actual: Run, expected: Run) -> Place | None:
+def _unlike_rivals(runs: Sequence[Run]) -> Tensor:
+    """Return the elements that one of two programs alone compares with others, or sorts."""
+    return unlike_rivals(runs[0].arithmetic.rivals, runs[1].arithmetic.rivals)
+
+
+def _have_unlike_rivals_on_any_rank(programs: Sequence[Program], runs: Sequence[Run]) -> bool:
+    """Return whether ``_unlike_rivals`` are there on any rank."""
+    return _on_any_rank(programs, len(_unlike_rivals(runs)) > 0)
+
+
+def _first_difference_on_all_ranks(
+    programs: Sequence[Program], actual: Run, expected: Run
+) -> Place | None:
     """Return the first result that differs, on the first rank where one does."""
     own = first_difference(actual.results, expected.results)
-    return next((place for place in programs[0].gathered(own) if place is not None), None)
-
-
-AGAIN = ((0, 1), (0, -1), *((seed, 0) for seed in range(1, 7)))
-"""Seeds and biases of further runs: one element decides alike in all with a chance of 1 in 64."""
-
-_AGAIN_FOR_FEW = tuple((seed, 0) for seed in range(7, 15))
-
-
-@dataclass(frozen=True, slots=True)
-class Chances:
-    """What may have made results of a run equal by chance.
-
-    Attributes:
-        decides: elements were compared or sorted.
-        decides_few: few elements were compared with each other, or sorted.
-        roots: square roots were taken.
-        fewest_roots: of how few different elements.
-        limits: elements and keys of known numbers that elements were compared with.
-    """
-
-    decides: bool = False
-    decides_few: bool = False
-    roots: bool = False
-    fewest_roots: int = FEW
-    limits: tuple[tuple[int, int], ...] = ()
-
-    @classmethod
-    def of(cls, *arithmetics: Arithmetic) -> "Chances":
-        return cls(
-            any(each.decisions for each in arithmetics),
-            any(each.few for each in arithmetics),
-            any(each.roots for each in arithmetics),
-            min(each.fewest_roots for each in arithmetics),
-            tuple(sorted(pair for each in arithmetics for pair in each.limits.items())),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Aim:
-    """A further run, in which elements are in another order.
-
-    Attributes:
-        gaps: as of an ``Arithmetic``.
-        sign: of all inputs, 1 or -1; 0 for inputs of either sign.
-        is_for_limits: the run compares two limits that are not the same.
-    """
-
-    seed: int
-    bias: int = 0
-    gaps: tuple[tuple[int, int], ...] = ()
-    is_for_limits: bool = False
-    sign: int = 0
-
-    def give_to(self, arithmetic: Arithmetic) -> None:
-        arithmetic.set_seed(self.seed)
-        arithmetic.bias, arithmetic.sign = self.bias, self.sign
-        arithmetic.gaps = self.gaps
-
-
-def aims(actual: Sequence[Chances], expected: Sequence[Chances]) -> list[Aim]:
-    """Return the further runs of two sides, whose chances are given by rank.
-
-    In runs with a seed elements lie between any two limits. Of limits that one side alone has, such
-    as .5 and .51, further runs have all elements between the two.
-    """
-    keys: dict[int, int] = {}
-    for each in (*actual, *expected):
-        for element, key in each.limits:
-            keys.setdefault(element, abs(key))
-    unlike = {keys[element] for element in unlike_limits(actual, expected)}
-    ends = [0, *sorted(set(keys.values())), _LARGEST_KEY]
-    gaps, between_unlike, beside_unlike = [], [], []
-    for low, high in itertools.pairwise(ends):
-        gaps.append((low + 1, max(1, high - low - 1)))
-        if not {low, high} & unlike or high == _LARGEST_KEY:
-            continue
-        beside_unlike.append(gaps[-1])
-        if low > 0:
-            between_unlike.append(gaps[-1])
-
-    found = []
-    for seed, bias in runs_again(*actual, *expected):
-        found.append(Aim(seed, bias, tuple(gaps) if seed and len(gaps) > 2 else ()))
-    seeds = [aim.seed for aim in found if aim.seed]
-    for gap in between_unlike:
-        found += [Aim(seed, gaps=(gap,), is_for_limits=True) for seed in seeds]
-    # What asks for all elements of a tensor, as (x > .3).all(), is true of one sign alone.
-    for gap, sign in itertools.product(beside_unlike, (1, -1)):
-        found.append(Aim(1, gaps=(gap,), is_for_limits=True, sign=sign))
-    return found
-
-
-def unlike_limits(actual: Sequence[Chances], expected: Sequence[Chances]) -> set[int]:
-    """Return the limits that one side alone compares elements with."""
-    ours = {element for each in actual for element, _ in each.limits}
-    theirs = {element for each in expected for element, _ in each.limits}
-    return ours ^ theirs
-
-
-def runs_again(*chances: Chances) -> tuple[tuple[int, int], ...]:
-    """Return seeds and biases of further runs.
-
-    Where few elements decide, all decide alike in these with a chance of 1 in 16,000. Where roots
-    are taken, inputs are above 0 in one run and below in another. Signs of roots of independent
-    elements agree by chance in 1 of 60,000, of one or two elements in 1 of 250.
-    """
-    if any(each.decides for each in chances):
-        return AGAIN + (_AGAIN_FOR_FEW if any(each.decides_few for each in chances) else ())
-    if not any(each.roots for each in chances):
-        return ()
-    # One number that is a factor of all gives all of them one sign, so inputs of either sign run.
-    runs = math.ceil(FEW / min(each.fewest_roots for each in chances))
-    return AGAIN[:2] + tuple((seed, 0) for seed in range(1, min(runs, _MOST_FOR_ROOTS)))
-
-
-_MOST_FOR_ROOTS = 8
-_MOST_LIMITS_OF_FEW = 8
-_ANSWERS = {"True", "False"}
-_LARGEST_KEY = (1 << 62) + (1 << 54)  # above what ``key_of_real`` gives for any number
+    of_ranks = programs[0].gather_from_all_ranks(own)
+    return next((place for place in of_ranks if place is not None), None)
 
 
 def _programs(
@@ -734,137 +669,33 @@ def _assumptions(runs: Sequence[Run], drawn: str) -> tuple[str, ...]:
             constant.append(name if rank is None else f"{name} of rank {rank}")
 
     if constant:
-        found.append(f"{_shown(constant)} depend on no abstract input: their numbers are equal")
+        found.append(f"{spell_some(constant)} depend on no abstract input: their numbers are equal")
 
     reads = sum(sum(run.reads.values()) for run in runs)
     found += taken_on_trust([run.arithmetic for run in runs], reads)
     return tuple(found)
 
 
-def _shown(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def says_known(names: Sequence[str]) -> tuple[str, ...]:
-    """Say which tensors have known numbers in a proof."""
-    return (f"the numbers of {_shown(names)} stay what they are",) if names else ()
-
-
-_TAKEN_ON_TRUST = {
-    "masks": "exp is 0 where a mask of -1e4 or less is filled in, or added",
-    "lowest": "what a mask of -1e4 or less was added to is below all that has no mask",
-    "has_many_limits": "limits that only decide, as .5 in where(x > .5, a, b), have the same "
-    "values: there are more than are compared",
-}
-
-
-def taken_on_trust(arithmetics: Sequence[Arithmetic], reads: int) -> list[str]:
-    """Say what equal results of these arithmetics take for granted.
-
-    Args:
-        reads: how many real numbers the programs have asked for.
-    """
-    found = []
-    opaque: set[str] = set()
-    meant: set[str] = set()
-    chosen: set[str] = set()
-    compared: set[str] = set()
-    finite: set[str] = set()
-    for arithmetic in arithmetics:
-        opaque.update(arithmetic.opaque)
-        meant.update(arithmetic.meanings)
-        chosen.update(arithmetic.chosen)
-        compared.update(arithmetic.never_equal)
-        finite.update(arithmetic.finite)
-
-    for noted, says in _TAKEN_ON_TRUST.items():
-        if any(getattr(arithmetic, noted) for arithmetic in arithmetics):
-            found.append(says)
-    if opaque:
-        found.append(f"{', '.join(sorted(opaque))} depend on nothing but their arguments")
-    if meant:
-        found.append(f"{', '.join(sorted(meant))} compute what their meaning(...) says")
-    if reads:
-        found.append(f"numbers that the program reads stay what they are ({reads} are read)")
-    if chosen:
-        found.append(
-            f"what {', '.join(sorted(chosen))} chose in {len(AGAIN) + 1} orders shows every choice"
-        )
-    if compared:
-        found.append(f"no two compared numbers are equal ({', '.join(sorted(compared))})")
-    if finite:
-        found.append(f"abstract numbers are finite ({', '.join(sorted(finite))})")
-    most = max((len(arithmetic.limits) for arithmetic in arithmetics), default=0)
-    if most > _MOST_LIMITS_OF_FEW and any(arithmetic.few for arithmetic in arithmetics):
-        found.append(f"few numbers are compared with {most} limits, and seldom lie between two")
-    return found + _says_branches(arithmetics)
-
-
-def _says_branches(arithmetics: Sequence[Arithmetic]) -> list[str]:
-    """Say where programs have gone on by comparisons, of which not all answers have shown."""
-    found = []
-    branches: dict[str, set[str]] = {}
-    for arithmetic in arithmetics:
-        for where, numbers in arithmetic.branches.items():
-            branches.setdefault(where, set()).update(numbers)
-    alike = {where for where, numbers in branches.items() if len(numbers) == 1}
-    shown = sorted(where for where in alike if where.partition(" (")[0] not in alike - {where})
-    if shown:
-        found.append(
-            f"all {len(AGAIN) + 1} orders take the same branch at {', '.join(shown)}: of the "
-            "other one nothing is known"
-        )
-    read = {where for where in branches.keys() - alike if " (" not in where}
-    counts = sorted(where for where in read if not branches[where] <= _ANSWERS)
-    if counts:
-        found.append(
-            f"numbers that are read of comparisons at {', '.join(counts)} are those of "
-            f"{len(AGAIN) + 1} orders: of others nothing is known"
-        )
-    return found
-
-
-def unlike_operators(actual: Sequence[Arithmetic], expected: Sequence[Arithmetic]) -> list[str]:
-    """Return the operators of unknown meaning that two sides call with other arguments."""
-    sides: list[dict[str, set[int]]] = []
-    for arithmetics in (actual, expected):
-        calls: dict[str, set[int]] = {}
-        for arithmetic in arithmetics:
-            for name, hashes in arithmetic.opaque.items():
-                calls[name] = calls.get(name, set()) | hashes
-        sides.append(calls)
-    ours, theirs = sides
-    return sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
-
-
-def says_unlike(operators: Sequence[str]) -> str:
-    """Say that a difference may come from operators of unknown meaning."""
-    return (
-        f"the results differ, and nobody knows what {', '.join(operators)} compute: "
-        "say it with meaning(operator, reference)"
-    )
-
-
 def _equal(
     kind: Any,
     programs: Sequence[Program],
-    attempt: _Attempt,
+    answer: _Answer,
     failed: tuple[str, Run, Run] | None,
     seconds: dict[str, float],
     drawn: str,
 ) -> Proof:
     first, origin = None, ""
     if failed is not None:
-        first = _first_difference(programs, failed[1], failed[2])
+        first = _first_difference_on_all_ranks(programs, failed[1], failed[2])
         origin = find_origin(programs, failed[0], first, failed[1].arithmetic)
-    assumes = _assumptions(attempt.runs, drawn)
+    assumes = _assumptions(answer.runs, drawn)
     assumes += says_known(sorted({*programs[0].known(), *programs[1].known()}))
-    if attempt.unchecked:
-        assumes += (attempt.unchecked,)
+    if answer.unchecked:
+        assumes += (answer.unchecked,)
     assumes += _assumed_of_launches(programs)
     return Proof(
         kind,
-        compared=_count_results(programs[1], attempt.runs[1]),
+        compared=_count_results(programs[1], answer.runs[1]),
         first=first,
         origin=origin,
         assumes=assumes,
@@ -898,7 +729,7 @@ def _count_results(program: Program, run: Run) -> int:
 def _different(
     programs: Sequence[Program], kind: str, actual: Run, expected: Run, seconds: dict[str, float]
 ) -> Proof:
-    first = _first_difference(programs, actual, expected)
+    first = _first_difference_on_all_ranks(programs, actual, expected)
     if first is None:
         reason = f"not {kind}: {_apart_in_real_numbers(kind, actual, expected)}"
         return Proof("unknown", len(expected.results), reason=reason, seconds=seconds)
@@ -913,7 +744,7 @@ def _different(
             found, wanted = actual.results[key], expected.results[key]
             if not found.is_known and not wanted.is_known:
                 own = common_factor(found.elements, wanted.elements)
-        factors = programs[0].gathered(own)
+        factors = programs[0].gather_from_all_ranks(own)
         factor = next((each for each in factors if each is not None), None)
 
     if unlike and factor is None and first.element is not None:
@@ -928,8 +759,8 @@ def _different(
         def compare(numbers: Numbers) -> Difference:
             return _compare_in_numbers(programs, numbers, [])
 
-        decides = actual.arithmetic.decisions + expected.arithmetic.decisions
-        reason = agreement(compare, decides=any(programs[0].gathered(decides)))
+        decisions = actual.arithmetic.decisions + expected.arithmetic.decisions
+        reason = agreement(compare, decides=_on_any_rank(programs, decisions > 0))
         if reason:
             return Proof(
                 "unknown", len(expected.results), first, origin, reason=reason, seconds=seconds
@@ -963,7 +794,7 @@ def find_origin(
     """Run both programs again, and return where their difference begins."""
     if first is None or first.element is None:
         return ""
-    arithmetics = [_ARITHMETICS[kind][0]() for _ in programs]
+    arithmetics = [_ATTEMPTS[kind][0].arithmetic() for _ in programs]
     for arithmetic in arithmetics:
         arithmetic.order_as(like)
 
@@ -977,7 +808,7 @@ def find_origin(
         return ""  # who looks reads more tensors than the programs do
 
     tensor = programs[0].last.get((first.result, first.rank))
-    return _first_reason(programs, "" if tensor is None else trail.origin_of(tensor))
+    return _first_reason_of_all_ranks(programs, "" if tensor is None else trail.origin_of(tensor))
 
 
 @facts.check

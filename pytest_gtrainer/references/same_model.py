@@ -11,6 +11,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,14 @@ from pytest_gtrainer.arithmetic.prime import P, Prime
 from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.facts import spell_some
 from pytest_gtrainer.proofs.anyorder import AnyOrder
+from pytest_gtrainer.proofs.assumptions import (
+    says_known,
+    says_unlike,
+    taken_on_trust,
+    unlike_operators,
+)
 from pytest_gtrainer.proofs.contexts import has_real_ranks
+from pytest_gtrainer.proofs.further_runs import add_branches, further_runs, unlike_rivals
 from pytest_gtrainer.proofs.in_numbers import (
     Difference,
     agreement,
@@ -36,18 +44,9 @@ from pytest_gtrainer.proofs.in_numbers import (
     largest,
     says_unchecked,
 )
-from pytest_gtrainer.proofs.on_ranks import exchange_on_ranks, gathered_from_ranks
+from pytest_gtrainer.proofs.on_ranks import exchange_on_ranks
 from pytest_gtrainer.proofs.proof import AnotherFunction, Kind, Place, Proof
-from pytest_gtrainer.proofs.prove import (
-    add_branches,
-    aims,
-    common_factor,
-    other_rivals,
-    says_known,
-    says_unlike,
-    taken_on_trust,
-    unlike_operators,
-)
+from pytest_gtrainer.proofs.prove import common_factor
 from pytest_gtrainer.references.first_module import first_module
 from pytest_gtrainer.references.sides import (
     Batch,
@@ -59,6 +58,7 @@ from pytest_gtrainer.references.sides import (
     groups_along,
 )
 from pytest_gtrainer.references.simulated import mesh_of
+from pytest_gtrainer.worlds.gathering import gather_objects
 from pytest_gtrainer.worlds.simulated import VacuousCheck
 from pytest_gtrainer.worlds.simulated.net import NetModel
 from pytest_gtrainer.worlds.simulated.threads.run import run_threads
@@ -281,45 +281,24 @@ def _proof_of(
     The dimensions of the mesh along which nothing is parallel come second, if they are equal.
     Where elements decide something, or have few square roots, they run again with others.
     """
-    proof = None
-    for exact in (Field, FieldWithExponents):
-        arithmetic = exact(casts=_CASTS[kind])
-        found, expected = _run_joined(models, mesh, arithmetic, dims)
-        proof = _compare(kind, found, expected, mesh)
-        if proof.kind == kind:
-            sides = *found, expected
-            favoured = None
-            todo = aims([made.chances for made in found], [expected.chances])
-            while todo:
-                aim = todo[0]
-                arithmetic = exact(casts=_CASTS[kind])
-                aim.give_to(arithmetic)
-                if favoured is not None:
-                    arithmetic.favoured = favoured
-                found, expected = _run_joined(models, mesh, arithmetic, dims)
-                proof = _compare(kind, found, expected, mesh)
-                if proof.kind != kind:
-                    break
-                _add_branches(sides, (*found, expected))
-                sides = *found, expected
-                others = _other_rivals(found, expected)
-                if favoured is None and not aim.is_for_limits and len(others):
-                    favoured = others  # the same run, in which these are the largest
-                else:
-                    favoured = None
-                    todo.pop(0)
-        if proof.kind == kind or not any(made.has_functions for made in (*found, expected)):
+    subject = _Subject(models, mesh, dims)
+    for field in (Field, FieldWithExponents):
+        make_arithmetic = partial(field, casts=_CASTS[kind])
+        both = subject.in_field(kind, make_arithmetic())
+        if both.proof.kind == kind:
+            both = _in_further_runs(kind, subject, make_arithmetic, both)
+        has_functions = any(made.has_functions for made in (*both.found, both.expected))
+        if both.proof.kind == kind or not has_functions:
             break
-    assert proof is not None
-    idle = _idle_dims(found, mesh) if proof.kind == kind else ()
-    proof = _against_numbers(proof, kind, found, expected, _Subject(models, mesh, dims))
+    idle = _idle_dims(both.found, mesh) if both.proof.kind == kind else ()
+    proof = _against_numbers(kind, both, subject)
     if idle and proof.kind == kind:
         along = " or ".join(map(repr, idle))
         says = f"nothing is parallel along {along}, so this says nothing of parallelism there"
         proof = replace(proof, assumes=(*proof.assumes, says))
     if proof.kind == "another function" and proof.first is not None and kind == _LAST:
-        alike = type(arithmetic)(casts=_CASTS[kind])
-        alike.order_as(arithmetic)
+        alike = make_arithmetic()
+        alike.order_as(both.arithmetic)
         begins = _first_module(proof.first.result, models, mesh, alike, dims)
         return replace(proof, origin=begins), idle
     return proof, idle
@@ -343,17 +322,34 @@ def _idle_dims(found: Sequence[Made], mesh: DeviceMesh | None) -> Sequence[str]:
     return [name for name in mesh.mesh_dim_names or () if name not in used]
 
 
-def _other_rivals(found: Sequence[Made], expected: Made) -> Tensor:
+def _unlike_rivals(found: Sequence[Made], expected: Made) -> Tensor:
     """Return the elements that one side alone compares with others, or sorts."""
     of_ranks = [made.arithmetic.rivals for made in found if made.arithmetic is not None]
     if not of_ranks or expected.arithmetic is None:
         return torch.empty(0, dtype=torch.int64)
-    return other_rivals(torch.cat(of_ranks).unique(), expected.arithmetic.rivals)
+    return unlike_rivals(torch.cat(of_ranks).unique(), expected.arithmetic.rivals)
 
 
-def _add_branches(earlier: Sequence[Made], later: Sequence[Made]) -> None:
+@dataclass(frozen=True, slots=True)
+class _Both:
+    """Both sides in the field.
+
+    Attributes:
+        found: what each rank has made.
+        expected: what the unsharded model has made.
+        proof: of the kind that was asked for, if they are equal.
+    """
+
+    arithmetic: Arithmetic
+    found: Sequence[Made]
+    expected: Made
+    proof: Proof
+
+
+def _add_branches(earlier: _Both, later: _Both) -> None:
     """Add the branches that both sides have taken in earlier runs to those of a later one."""
-    for before, after in zip(earlier, later, strict=True):
+    sides = (*earlier.found, earlier.expected), (*later.found, later.expected)
+    for before, after in zip(*sides, strict=True):
         if before.arithmetic is not None and after.arithmetic is not None:
             add_branches(after.arithmetic, before.arithmetic)
 
@@ -365,6 +361,13 @@ class _Subject:
     models: Models
     mesh: DeviceMesh | None
     dims: Sequence[str]
+
+    def in_field(self, kind: Kind, arithmetic: Arithmetic) -> _Both:
+        """Run both sides in an arithmetic of a kind. On real ranks every rank must call this."""
+        found, expected = _run_sides(self.models, self.mesh, arithmetic)
+        _join_losses(found, self.mesh, self.dims, self.models.combine, arithmetic)
+        _join_shares(found, expected, self.models.combine, arithmetic)
+        return _Both(arithmetic, found, expected, _compare(kind, found, expected, self.mesh))
 
     def in_numbers(self, numbers: Numbers) -> tuple[Difference, str]:
         """Return how far both sides are apart, and what their real losses contradict."""
@@ -408,10 +411,35 @@ class _Subject:
         return largest(differences)
 
 
-def _against_numbers(
-    proof: Proof, kind: Kind, found: Sequence[Made], expected: Made, subject: _Subject
-) -> Proof:
+def _in_further_runs(
+    kind: Kind, subject: _Subject, make_arithmetic: Callable[[], Field], first: _Both
+) -> _Both:
+    """Run both sides, which are equal in a first run, in the ``further_runs`` that it asks for.
+
+    Return the first run in which they differ, or the last one, with the branches of all runs.
+    """
+    latest = first
+    of_ranks = [made.chances for made in first.found]
+    for further in further_runs(of_ranks, [first.expected.chances]):
+        earlier, latest = latest, subject.in_field(kind, further.set_up(make_arithmetic()))
+        if latest.proof.kind != kind:
+            return latest
+        _add_branches(earlier, latest)
+        favoured = _unlike_rivals(latest.found, latest.expected)
+        if further.is_for_limits or not len(favoured):
+            continue
+        # The same run, in which these elements are larger or smaller than all others.
+        again = further.set_up(make_arithmetic(), favoured)
+        earlier, latest = latest, subject.in_field(kind, again)
+        if latest.proof.kind != kind:
+            return latest
+        _add_branches(earlier, latest)
+    return latest
+
+
+def _against_numbers(kind: Kind, both: _Both, subject: _Subject) -> Proof:
     """Return a proof with what it assumes; "unknown" if numbers, or unknown operators, say so."""
+    proof, found, expected = both.proof, both.found, both.expected
     arithmetics, reads = [], 0
     for made in (*found, expected):
         reads += made.reads
@@ -465,7 +493,7 @@ def _said_of_gradients(expected: Made) -> tuple[str, ...]:
             names.append(fqn)
     if not names:
         return ()
-    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    shown = spell_some(names)
     return (f"the reference has no gradient but 0 of {shown}: nothing else of it is compared",)
 
 
@@ -521,7 +549,7 @@ def _run_both_sides(
         with mode, CountReads(mode):
             made = models.run_parallel(mode, mesh, follows)
         made.note(mode)
-        found = [made] if mesh is None else gathered_from_ranks(made)
+        found = [made] if mesh is None else gather_objects(made)
     else:
         extents = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         net = AnyOrder.of(NetModel.of_world(mesh.size()))
@@ -543,16 +571,6 @@ def _run_both_sides(
     mode = ArithmeticMode(alike)
     expected = models.run_reference(mode, coordinates, is_scaled.pop(), follows)
     expected.note(mode)
-    return found, expected
-
-
-def _run_joined(
-    models: Models, mesh: DeviceMesh | None, arithmetic: Arithmetic, dims: Sequence[str]
-) -> tuple[list[Made], Made]:
-    """Return what each rank has made, with whole losses, and the reference."""
-    found, expected = _run_sides(models, mesh, arithmetic)
-    _join_losses(found, mesh, dims, models.combine, arithmetic)
-    _join_shares(found, expected, models.combine, arithmetic)
     return found, expected
 
 

@@ -30,7 +30,7 @@ from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode, CountReads
 from pytest_gtrainer.numerics.bits import held
 from pytest_gtrainer.proofs.contexts import Elements
-from pytest_gtrainer.proofs.prove import Chances
+from pytest_gtrainer.proofs.further_runs import Chances
 from pytest_gtrainer.proofs.state import known_numbers
 from pytest_gtrainer.references.first_module import Calls
 

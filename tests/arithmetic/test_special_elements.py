@@ -13,7 +13,7 @@ from pytest_gtrainer.arithmetic import hashing
 from pytest_gtrainer.arithmetic.field import Field, FieldWithExponents
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode
 from pytest_gtrainer.arithmetic.prime import P, Prime
-from pytest_gtrainer.proofs.prove import AGAIN, Chances, runs_again
+from pytest_gtrainer.proofs.further_runs import ORDERS, Chances, orders
 
 F = torch.nn.functional
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -267,15 +267,15 @@ def test_what_may_be_equal_by_chance_is_noted(name, exact):
 
 
 def test_signs_of_few_roots_run_until_they_hardly_agree_by_chance():
-    assert len(runs_again(Chances())) == 0
+    assert len(orders(Chances())) == 0
     runs = []
     for count in (1, 2, 3, 5, 8, 15, 16):
-        seeds = runs_again(Chances(roots=True, fewest_roots=count))
+        seeds = orders(Chances(roots=True, fewest_roots=count))
         assert seeds[:2] == ((0, 1), (0, -1)), "inputs of either sign"
         runs.append(len(seeds))
     assert runs == [9, 9, 7, 5, 3, 3, 2]
-    assert runs_again(Chances(fewest_roots=1), Chances(decides=True)) == AGAIN
-    assert len(runs_again(Chances(decides=True, decides_few=True))) == 16
+    assert orders(Chances(fewest_roots=1), Chances(decides=True)) == ORDERS
+    assert len(orders(Chances(decides=True, decides_few=True))) == 16
 
 
 SIGNS = {

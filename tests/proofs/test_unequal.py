@@ -439,7 +439,7 @@ def test_every_decision_goes_both_ways(name, count):
 
 @pytest.mark.parametrize("place", [49, 210, 218])
 def test_one_comparison_of_two_numbers_does_not_agree_by_chance(place):
-    """In the seven orders of ``AGAIN`` ``y`` is the larger one at these places."""
+    """In the first run and in those of ``ORDERS``, ``y`` is the larger one at these places."""
     x, y = torch.randn(400), torch.randn(400)
     larger = kind_of(
         lambda x, y: torch.maximum(x[place], y[place]), lambda x, y: y[place] + 0, x, y

@@ -1,0 +1,110 @@
+"""Say what a proof takes for granted, and what nobody knows."""
+
+from collections.abc import Sequence
+
+from pytest_gtrainer.arithmetic.base import Arithmetic
+from pytest_gtrainer.facts import spell_some
+from pytest_gtrainer.proofs.further_runs import ORDERS
+
+_MOST_LIMITS_OF_FEW = 8
+_ANSWERS = {"True", "False"}
+
+
+def says_known(names: Sequence[str]) -> tuple[str, ...]:
+    """Say which tensors have known numbers in a proof."""
+    return (f"the numbers of {spell_some(names)} stay what they are",) if names else ()
+
+
+_TAKEN_ON_TRUST = {
+    "masks": "exp is 0 where a mask of -1e4 or less is filled in, or added",
+    "lowest": "what a mask of -1e4 or less was added to is below all that has no mask",
+    "has_many_limits": "limits that only decide, as .5 in where(x > .5, a, b), have the same "
+    "values: there are more than are compared",
+}
+
+
+def taken_on_trust(arithmetics: Sequence[Arithmetic], reads: int) -> list[str]:
+    """Say what equal results of these arithmetics take for granted.
+
+    Args:
+        reads: how many real numbers the programs have asked for.
+    """
+    found = []
+    opaque: set[str] = set()
+    meant: set[str] = set()
+    chosen: set[str] = set()
+    compared: set[str] = set()
+    finite: set[str] = set()
+    for arithmetic in arithmetics:
+        opaque.update(arithmetic.opaque)
+        meant.update(arithmetic.meanings)
+        chosen.update(arithmetic.chosen)
+        compared.update(arithmetic.never_equal)
+        finite.update(arithmetic.finite)
+
+    for noted, says in _TAKEN_ON_TRUST.items():
+        if any(getattr(arithmetic, noted) for arithmetic in arithmetics):
+            found.append(says)
+    if opaque:
+        found.append(f"{', '.join(sorted(opaque))} depend on nothing but their arguments")
+    if meant:
+        found.append(f"{', '.join(sorted(meant))} compute what their meaning(...) says")
+    if reads:
+        found.append(f"numbers that the program reads stay what they are ({reads} are read)")
+    if chosen:
+        found.append(
+            f"what {', '.join(sorted(chosen))} chose in {len(ORDERS) + 1} orders shows every choice"
+        )
+    if compared:
+        found.append(f"no two compared numbers are equal ({', '.join(sorted(compared))})")
+    if finite:
+        found.append(f"abstract numbers are finite ({', '.join(sorted(finite))})")
+    most = max((len(arithmetic.limits) for arithmetic in arithmetics), default=0)
+    if most > _MOST_LIMITS_OF_FEW and any(arithmetic.few for arithmetic in arithmetics):
+        found.append(f"few numbers are compared with {most} limits, and seldom lie between two")
+    return found + _says_branches(arithmetics)
+
+
+def _says_branches(arithmetics: Sequence[Arithmetic]) -> list[str]:
+    """Say where programs have gone on by comparisons, of which not all answers have shown."""
+    found = []
+    branches: dict[str, set[str]] = {}
+    for arithmetic in arithmetics:
+        for where, numbers in arithmetic.branches.items():
+            branches.setdefault(where, set()).update(numbers)
+    alike = {where for where, numbers in branches.items() if len(numbers) == 1}
+    shown = sorted(where for where in alike if where.partition(" (")[0] not in alike - {where})
+    if shown:
+        found.append(
+            f"all {len(ORDERS) + 1} orders take the same branch at {', '.join(shown)}: of the "
+            "other one nothing is known"
+        )
+    read = {where for where in branches.keys() - alike if " (" not in where}
+    counts = sorted(where for where in read if not branches[where] <= _ANSWERS)
+    if counts:
+        found.append(
+            f"numbers that are read of comparisons at {', '.join(counts)} are those of "
+            f"{len(ORDERS) + 1} orders: of others nothing is known"
+        )
+    return found
+
+
+def unlike_operators(actual: Sequence[Arithmetic], expected: Sequence[Arithmetic]) -> list[str]:
+    """Return the operators of unknown meaning that two sides call with other arguments."""
+    sides: list[dict[str, set[int]]] = []
+    for arithmetics in (actual, expected):
+        calls: dict[str, set[int]] = {}
+        for arithmetic in arithmetics:
+            for name, hashes in arithmetic.opaque.items():
+                calls[name] = calls.get(name, set()) | hashes
+        sides.append(calls)
+    ours, theirs = sides
+    return sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+
+
+def says_unlike(operators: Sequence[str]) -> str:
+    """Say that a difference may come from operators of unknown meaning."""
+    return (
+        f"the results differ, and nobody knows what {', '.join(operators)} compute: "
+        "say it with meaning(operator, reference)"
+    )

@@ -289,7 +289,7 @@ def _look_for(kind: str, programs: Sequence[Program]) -> _Answer:
     """
     first: Sequence[Run] = ()
     for attempt in _ATTEMPTS[kind]:
-        if not attempt.is_made([run.arithmetic for run in first]):
+        if not _on_any_rank(programs, attempt.is_made([run.arithmetic for run in first])):
             continue
         try:
             *runs, differ = _run_both(programs, attempt.arithmetic)
@@ -350,12 +350,22 @@ def _compare_in_numbers(
         runs = [programs[0].run(copy.deepcopy(numbers)), programs[1].run(numbers)]
         made += runs
         numbers.has_digits = any(run.arithmetic.has_digits for run in runs)
+        _share(programs, numbers)
         return _difference_in_numbers(programs, runs, numbers)
     found = []
     for program in programs:
         runs = [program.run(Numbers(numbers.seed)), program.run(copy.deepcopy(numbers))]
         found.append(_difference_in_numbers(programs, runs, runs[0].arithmetic))
     return largest(found)
+
+
+def _share(programs: Sequence[Program], numbers: Numbers) -> None:
+    """Note on each rank what any rank has noted: by it more draws, and tolerances, are chosen."""
+    own = numbers.calls, numbers.coarsest, numbers.has_digits
+    of_ranks = programs[0].gather_from_all_ranks(own)
+    calls, coarsest, has_digits = zip(*of_ranks, strict=True)
+    numbers.calls, numbers.coarsest = max(calls), max(coarsest)
+    numbers.has_digits = any(has_digits)
 
 
 def _difference_in_numbers(
@@ -734,7 +744,8 @@ def _different(
         reason = f"not {kind}: {_apart_in_real_numbers(kind, actual, expected)}"
         return Proof("unknown", len(expected.results), reason=reason, seconds=seconds)
 
-    unlike = unlike_operators([actual.arithmetic], [expected.arithmetic])
+    own_operators = unlike_operators([actual.arithmetic], [expected.arithmetic])
+    unlike = sorted(set().union(*programs[0].gather_from_all_ranks(own_operators)))
     origin = find_origin(programs, kind, first, actual.arithmetic)
     factor = None
     if first.element is not None and kind in ("reordered", "rounds elsewhere"):
@@ -804,11 +815,11 @@ def find_origin(
         programs[1].run(arithmetics[1], made)
         with facts.watching({"node": trail.come_to}):
             programs[0].run(arithmetics[0], trail)
+        tensor = programs[0].last.get((first.result, first.rank))
+        origin = "" if tensor is None else trail.origin_of(tensor)
     except NoMeaning:
-        return ""  # who looks reads more tensors than the programs do
-
-    tensor = programs[0].last.get((first.result, first.rank))
-    return _first_reason_of_all_ranks(programs, "" if tensor is None else trail.origin_of(tensor))
+        origin = ""  # who looks reads more tensors than the programs do
+    return _first_reason_of_all_ranks(programs, origin)
 
 
 @facts.check

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -27,6 +27,7 @@ from pytest_gtrainer import (
 )
 from pytest_gtrainer.arithmetic.values import NoMeaning
 
+c10d = torch.ops._c10d_functional
 DIM, ROWS = 4, 6
 
 
@@ -325,3 +326,41 @@ def test_a_difference_on_the_last_rank_alone_is_told_on_all(gt_mesh, gt_world):
     assert proof.kind == "another function", str(proof)
     assert (proof.first.rank, proof.factor) == (1, 3)
     assert "begins at node mul" in str(proof)
+
+
+@torch.library.custom_op("gt_proofs::of_one_rank", mutates_args=())
+def of_one_rank(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@of_one_rank.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+ON_ONE_RANK = {
+    "exp": (torch.ops.aten.exp.default, "another function"),
+    "an unknown operator": (torch.ops.gt_proofs.of_one_rank.default, "unknown"),
+}
+
+
+@pytest.mark.gt_world("ranks", size=2)
+@pytest.mark.parametrize("name", ON_ONE_RANK)
+def test_all_ranks_make_the_attempts_that_one_rank_needs(name, gt_world):
+    """What decides over further runs is there on the last rank alone; the first one goes along."""
+    operator, kind = ON_ONE_RANK[name]
+
+    def graph(is_wrong):
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        group = dist.group.WORLD.group_name
+        total = graph.call_function(c10d.all_reduce.default, (x, "sum", group))
+        total = graph.call_function(c10d.wait_tensor.default, (total,))
+        if is_wrong:
+            total = graph.call_function(operator, (total,))
+        graph.output((total,))
+        return fx.GraphModule(torch.nn.Module(), graph)
+
+    proof = prove(graph(gt_world.rank == 1), graph(False), inputs=(torch.randn(4),), world=gt_world)
+    assert (proof.kind, proof.first.rank) == (kind, 1), str(proof)
+    assert ("of_one_rank" in proof.reason) == (kind == "unknown")

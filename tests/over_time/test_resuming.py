@@ -3,15 +3,23 @@ named.
 """
 
 import copy
+import re
 import runpy
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pytest_gtrainer import NotResumed, assert_resumes
-from pytest_gtrainer.over_time.resuming import _distance, _write_weights
+from pytest_gtrainer.over_time import resuming
+from pytest_gtrainer.over_time.resuming import (
+    _checked,
+    _distance,
+    _refuse_forgotten,
+    _write_weights,
+)
 from tests.over_time.trainers import SCRIPT
 
 
@@ -233,6 +241,122 @@ def test_the_distance_of_weights():
     assert _distance(expected | {"w": torch.tensor([2.0, -3.0])}, expected) == (0.25, "w")
     assert _distance({}, expected) == (float("inf"), "w")
     assert _distance({"w": torch.tensor([2.0, torch.nan])}, expected) == (float("inf"), "w")
+
+
+INFINITE = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual", "far"),
+    [
+        ([[0.0, 0.0]], [[0.0, 0.5]], (0.5, "w0")),  # of a weight of zeros the distance itself
+        ([[2.0, -4.0]], [[2.0, -4.0]], (0.0, "")),
+        ([[2.0, -4.0]], [[1.0, -3.0]], (0.25, "w0")),
+        ([[2.0], [8.0], [1.0]], [[1.0], [1.0], [0.5]], (0.875, "w1")),
+        ([[1.0], [1.0]], [[0.5], [0.5]], (0.5, "w0")),
+        ([[1.0], [1.0]], [[0.0], [float("nan")]], (INFINITE, "w1")),
+        ([[1.0], [1.0]], [[0.0]], (INFINITE, "w1")),
+        ([[1.0]], [[1.0], [9.0]], (0.0, "")),
+        ([[INFINITE]], [[1.0]], (INFINITE, "w0")),
+    ],
+)
+def test_the_furthest_weight_is_named_by_its_worst_element(expected, actual, far):
+    sides = []
+    for given in (actual, expected):
+        sides.append({f"w{place}": torch.tensor(each) for place, each in enumerate(given)})
+    assert _distance(*sides) == far
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, INFINITE, float("nan")])
+def test_a_bound_is_a_finite_number_above_0(bound):
+    words = f"bound={bound}: give a finite number above 0, as bound=1e-5"
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+        _checked(None, bound)
+
+
+@pytest.mark.parametrize(
+    ("worlds", "bound", "words"),
+    [
+        ([3], None, ""),
+        ([1], 0.5, ""),
+        ([3, 2, 1], 0.5, ""),
+        ([], None, "worlds=[]: give numbers of ranks, of the 3 of this test"),
+        ([4], None, "worlds=[4]: give numbers of ranks, of the 3 of this test"),
+        ([2, 0], 0.5, "worlds=[2, 0]: give numbers of ranks, of the 3 of this test"),
+        ([True], None, "worlds=[True]: give numbers of ranks, of the 3 of this test"),
+        (
+            [2, 1],
+            None,
+            "worlds=[2, 1] with bound=None: other worlds round otherwise, so state how far weights "
+            "may be: bound=1e-5",
+        ),
+    ],
+)
+def test_worlds_are_numbers_of_ranks_of_the_test(monkeypatch, worlds, bound, words):
+    assert _checked(None, bound) == [None]
+    needs = f'worlds={worlds or [1]} needs ranks: mark the test gt_world("ranks", size='
+    with pytest.raises(ValueError, match=f"^{re.escape(needs)}{max(worlds or [1])}"):
+        _checked(worlds or [1], bound)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda: "gloo")
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
+    if not words:
+        assert _checked(worlds, bound) == worlds
+        return
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+        _checked(worlds, bound)
+
+
+@pytest.mark.parametrize(
+    ("names", "more"),
+    [
+        ("a", ""),
+        ("ba", ", and so are b"),
+        ("dcba", ", and so are b, c, d"),
+        ("edcba", ", and so are b, c, d and 1 more"),
+    ],
+)
+def test_pieces_that_were_forgotten_are_named_in_order(names, more):
+    words = (
+        "a of the trainer is not as it was saved, neither after the load nor after the last step"
+        f"{more}: save and load it; if no step depends on it, unseen=['a']"
+    )
+    with pytest.raises(NotResumed, match=f"^{re.escape(words)}$"):
+        _refuse_forgotten(set(names))
+    _refuse_forgotten(set())
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_the_first_failure_of_a_world_in_time_is_the_cause(tmp_path, monkeypatch, rank):
+    """Others fail because its groups are gone; ranks beyond the world only wait."""
+    times = [(5.0, 0, "KeyError: 0"), (3.0, 1, "ValueError: x"), (None, 2, ""), (None, 3, "")]
+    ran = []
+
+    def gather(own):
+        if isinstance(own, int):
+            return [own] * 4
+        assert own[:2] == ((own[0] and times[rank][0]), rank)
+        assert (own[0] is not None) == (rank < 2)
+        return times
+
+    def work():
+        ran.append(rank)
+        if rank < 2:
+            raise ValueError("x")
+
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda: "gloo")
+    monkeypatch.setattr("torch.distributed.FileStore", lambda path, size: (path, size))
+    monkeypatch.setattr(resuming, "gather_objects", gather)
+    monkeypatch.setattr(resuming, "new_group_names", lambda: 7)
+    monkeypatch.setattr(resuming, "real_group_beside", lambda *given: nullcontext())
+    monkeypatch.setattr(resuming.time, "time", lambda: times[rank][0])
+    with pytest.raises(NotResumed, match=r"^rank 1 of a world of 3 failed: ValueError: x$"):
+        resuming._in_world(3, tmp_path, work)
+    assert ran == ([rank] if rank < 3 else [])
+    del times[:2]
+    if rank > 1:
+        resuming._in_world(3, tmp_path, work)
 
 
 def test_weights_of_names_that_differ_in_that_of_a_wrapper(tmp_path):

@@ -1,7 +1,8 @@
-"""Pages that are made from the code when the site is built: a hook of MkDocs, and a script that prints them.
+"""Tables that are made from the code when the site is built: a hook of MkDocs, and a script that prints them.
 
-``behaviours.md``: every behaviour of ``behaviours.txt`` with the tests whose docstrings name it. An id counts where a
-docstring begins with it, alone or in a list: ``D4:``, ``L1, K1:``, ``I3.``. Pass files name theirs in a comment.
+A page has ``<!-- name -->`` where the table of that name is put. ``behaviours`` is every behaviour of
+``behaviours.txt`` with the tests whose docstrings name it. An id counts where a docstring begins with it, alone or in
+a list: ``D4:``, ``L1, K1:``, ``I3.``. Pass files name theirs in a comment.
 """
 
 from __future__ import annotations
@@ -60,27 +61,23 @@ def tests_by_id() -> dict[str, list[str]]:
     return found
 
 
-def behaviours_page() -> str:
+def behaviours_tables() -> str:
+    """A table of behaviours for each section, with the tests of each behaviour."""
     named, section = tests_by_id(), ""
-    lines = [
-        "# Behaviours and their tests",
-        "",
-        "Each id stands at the beginning of the docstrings of the tests that pin it. This page is made from them.",
-    ]
+    lines: list[str] = []
     for name, (heading, text) in behaviours().items():
         if heading != section:
             section = heading
-            lines += ["", f"## {heading}", "", "| | behaviour | tests |", "|---|---|---|"]
+            lines += ["", f"### {heading}", "", "| | behaviour | tests |", "|---|---|---|"]
         shown = (
             "<br>".join(f"`{test}`" for test in dict.fromkeys(named.get(name, ())))
             or "none by this id"
         )
         lines.append(f"| {name} | {text.replace('|', chr(92) + '|')} | {shown} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
-def options_page() -> str:
-    """``options.md``: its hand-written part with the table of options put in."""
+def options_table() -> str:
     from pytest_gtrainer.options import OPTIONS
 
     rows = []
@@ -93,12 +90,7 @@ def options_page() -> str:
         rows.append(
             f"| `{option.flag}{value}` | `{option.ini}` | {option.help.replace('|', chr(92) + '|')} |"
         )
-    table = ["| option | ini setting | |", "|---|---|---|", *rows]
-    return (
-        (ROOT / "docs" / "options.md.in")
-        .read_text(encoding="utf-8")
-        .replace("{options}", "\n".join(table))
-    )
+    return "\n".join(["| option | ini setting | |", "|---|---|---|", *rows])
 
 
 def operators_table() -> str:
@@ -148,7 +140,15 @@ def operators_table() -> str:
     return "\n".join(lines)
 
 
-PAGES = {"behaviours.md": behaviours_page, "options.md": options_page}
+TABLES = {"behaviours": behaviours_tables, "options": options_table}
+
+
+def filled(page: str) -> str:
+    """A page with its tables in the place of their comments."""
+    for name, make in TABLES.items():
+        if f"<!-- {name} -->" in page:
+            page = page.replace(f"<!-- {name} -->", make())
+    return page
 
 
 def colours() -> str:
@@ -194,12 +194,16 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """MkDocs' hook: add the pages, and the colours of code."""
+    """MkDocs' hook: add the colours of code."""
     from mkdocs.structure.files import File
 
-    for name, make in {**PAGES, "css/code.css": colours}.items():
-        files.append(File.generated(config, name, content=make()))
+    files.append(File.generated(config, "css/code.css", content=colours()))
     return files
+
+
+def on_page_markdown(markdown: str, **given: Any) -> str:
+    """MkDocs' hook: put in the tables."""
+    return filled(markdown)
 
 
 def from_elsewhere(text: str) -> list[str]:
@@ -229,5 +233,5 @@ def on_post_build(config: Any) -> None:
 
 
 if __name__ == "__main__":
-    for make in PAGES.values():
+    for make in TABLES.values():
         print(make())

@@ -1,7 +1,7 @@
 """Hooks that the ``conftest.py`` or plugin of a repository may implement.
 
 Several places may implement one hook: their results are joined, and a name that is given twice is a
-usage error. docs/hooks.md has a project that uses all of them; a test runs it.
+usage error. docs/options.md has a project that uses all of them; a test runs it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The hooks of a downstream repository: the project of docs/hooks.md as it stands there, and bad
+"""The hooks of a downstream repository: the project of docs/options.md as it stands there, and bad
 implementations.
 """
 
@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.second_tier
 
-PAGE = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
 
 

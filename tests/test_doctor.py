@@ -126,7 +126,7 @@ def test_the_documentation_shows_every_topic(topic: Topic):
     """Its output is quoted of a torch that this suite does not run on; only the topics are ours to
     compare.
     """
-    lines = (ROOT / "docs" / "doctor.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "index.md").read_text().splitlines()
     assert any(
         line[13:].startswith(f"{topic.name} ") and line.endswith(f"  {topic.title}")
         for line in lines

@@ -170,7 +170,7 @@ REPLACED = {
         "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode.__enter__",
     },
 }
-"""Names of torch that the package replaces; docs/limits.md says why and for how long."""
+"""Names of torch that the package replaces; docs/architecture.md says why and for how long."""
 
 
 def test_nothing_else_of_torch_or_pytest_is_replaced():

@@ -192,11 +192,11 @@ class Recorder:
         handles: list[RemovableHandle] = []
         missed = set(self.activations)
         for name, module in model.named_modules():
-            if any(module is each for each in (model, called)):
-                enter, leave = _HookOfModule(self._enter), _HookOfModule(self._leave)
+            is_entered = any(module is each for each in (model, called))
+            if is_entered:
                 # Before the hook of FSDP2, which puts other parameters into the module.
+                enter = _HookOfModule(self._enter)
                 handles.append(module.register_forward_pre_hook(enter, prepend=True))
-                handles.append(module.register_forward_hook(leave, with_kwargs=True))
             is_chosen = False
             for pattern in self.activations:
                 # Patterns are written for the model, whatever it is wrapped into.
@@ -205,8 +205,12 @@ class Recorder:
                     missed.discard(pattern)
                     is_chosen = True
             if is_chosen:
-                hook = _HookOfModule(partial(self._activation, name))
+                hook = _HookOfModule(partial(self._activation, name or "the whole model"))
                 handles.append(module.register_forward_hook(hook))
+            if is_entered:
+                # Behind the hook that records what this module returns.
+                leave = _HookOfModule(self._leave)
+                handles.append(module.register_forward_hook(leave, with_kwargs=True))
         self._until_stop(handles)
         handles = [model.register_load_state_dict_post_hook(_HookOfModule(self._loaded))]
         for optimizer in self.optimizers:

@@ -1,7 +1,7 @@
 """docs/compile.md, docs/inductor-passes.md, docs/foreign-graphs.md: their tests pass, and print
 what the pages show.
 
-And in docs/migration.md what replaces each habit runs.
+And in docs/which-test.md what replaces each habit runs.
 """
 
 import re
@@ -47,7 +47,7 @@ def two_products(x):
 
 
 @pytest.mark.second_tier
-def test_what_the_page_of_migration_recommends_runs(monkeypatch):
+def test_what_the_page_of_tests_recommends_runs(monkeypatch):
     """Every second block of its section on torch.compile, on the model and the pass of
     ``examples/fusion``.
     """
@@ -55,7 +55,7 @@ def test_what_the_page_of_migration_recommends_runs(monkeypatch):
     from serve.fusion import FuseNormAndQuant
     from serve.model import Model
 
-    section = (DOCS / "migration.md").read_text().partition("## From tests of torch.compile")[2]
+    section = (DOCS / "which-test.md").read_text().partition("## From tests of torch.compile")[2]
     ours = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)[1::2]
     assert len(ours) == 5
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -95,12 +95,12 @@ def test_the_table_of_operators_is_the_benchmarks():
 
 
 @pytest.mark.second_tier
-def test_each_harness_of_the_page_of_migration_has_its_counterpart(pytester):
+def test_each_harness_of_the_page_of_tests_has_its_counterpart(pytester):
     """Every second block of its section on harnesses, as one test file; the first ones name torch's
     and others' own.
     """
     section = (
-        (DOCS / "migration.md")
+        (DOCS / "which-test.md")
         .read_text()
         .partition("## Harness by harness")[2]
         .partition("\n## ")[0]
@@ -127,11 +127,11 @@ from pytest_gtrainer import assert_bitwise_equal, data_parallel, trace_step
 
 
 @pytest.mark.second_tier
-def test_two_pairs_of_the_page_of_migration_test_the_same(pytester):
+def test_two_pairs_of_the_page_of_tests_test_the_same(pytester):
     """The pairs are torch's ``MultiProcessTestCase`` and expecttest, whose blocks run here, too; a
     wrong number fails both.
     """
-    section = (DOCS / "migration.md").read_text().partition("## Harness by harness")[2]
+    section = (DOCS / "which-test.md").read_text().partition("## Harness by harness")[2]
     theirs = re.findall(
         r"```python\n(class Test(?:ReduceScatter|Graph)\(.*?)```", section, re.DOTALL
     )

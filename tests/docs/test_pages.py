@@ -13,10 +13,36 @@ from types import SimpleNamespace
 import pytest
 
 import pytest_gtrainer
-from fixtures.pages import fits, follow
+from fixtures.pages import blocks, commands, fits, follow
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs"
+FOLLOWED = {
+    "goldens": ["In CI"],
+    "graph-checks": ["The smallest pass and its test"],
+    "how-to/i-have-a-compiled-model": ["I have a compiled model"],
+    "how-to/i-have-a-parallel-model": ["I have a parallel model"],
+    "how-to/i-have-a-pass": ["I have a pass"],
+    "how-to/loss-differs": ["My loss differs from eager"],
+    "how-to/loss-moved": ["My loss moved"],
+    "passes": ["A pass of your own in a training step"],
+    "ranks": ["First on one machine"],
+    "reports": ["In CI: versions of torch, CPU and GPU"],
+    "tutorial": [
+        "From an empty directory to a failing golden and back",
+        "A model of transformers",
+    ],
+}
+"""Sections whose commands tests type: here, and in tests of doors, of a clean installation, of a
+trainer and of transformers.
+"""
+
+SHOWN = {
+    "conformance": ["Graphs on which it fails", "Make a failing graph small", "On your own model"],
+    "reports": ["What changed since the last run"],
+}
+"""Sections that show output as an example."""
+
 UNNAMED: set[str] = set()
 """Behaviours whose tests do not name them by their id."""
 
@@ -55,8 +81,26 @@ def test_the_example_of_a_pass_is_followed(tmp_path):
 
 @pytest.mark.long
 def test_the_tutorial_is_followed_literally(tmp_path):
-    assert follow(PAGES / "tutorial.md", tmp_path, Path(sys.executable).parent) == 10
+    commands = Path(sys.executable).parent
+    assert follow(PAGES / "tutorial.md", tmp_path, commands, FOLLOWED["tutorial"][0]) == 10
     assert (tmp_path / "report.html").stat().st_size > 10_000
+
+
+def typed(page, section=None):
+    """The commands of ``page``, or of its ``section``."""
+    shown = [text for language, text in blocks(page, section) if language == "console"]
+    return [command for text in shown for command, _ in commands(text)]
+
+
+def test_every_command_that_a_page_shows_is_followed_or_known():
+    listed = {**FOLLOWED}
+    for page, sections in SHOWN.items():
+        listed[page] = [*listed.get(page, ()), *sections]
+    for page in PAGES.rglob("*.md"):
+        name = str(page.relative_to(PAGES)).removesuffix(".md")
+        known = [each for title in listed.pop(name, ()) for each in typed(page, title)]
+        assert sorted(typed(page)) == sorted(known), name
+    assert listed == {}
 
 
 def test_the_follower_sees_a_line_that_does_not_come():

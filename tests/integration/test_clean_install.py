@@ -26,10 +26,11 @@ FOUND = {sys.version_info.minor: sys.executable, **dict(other_pythons())}
 NOT_ON_THE_INDEX = 3
 PAGES = ("loss-differs",)
 SECTIONS = {"goldens": "In CI", "ranks": "First on one machine"}
-OF_DOWNSTREAM = {
-    "graph-checks": "The smallest pass and its test",
-    "reports": "In CI: versions of torch, CPU and GPU",
-}
+OF_DOWNSTREAM = (
+    ("graph-checks", "The smallest pass and its test", 2),
+    ("passes", "A pass of your own in a training step", 3),
+    ("reports", "In CI: versions of torch, CPU and GPU", 2),
+)
 DOORS = ("i-have-a-pass", "i-have-a-parallel-model", "i-have-a-compiled-model")
 pytestmark = pytest.mark.long
 
@@ -61,7 +62,8 @@ def clean(request, tmp_path_factory, wheel):
 @pytest.fixture
 def tutorial(clean, tmp_path):
     """A folder in which the tutorial has been followed."""
-    assert follow(ROOT / "docs" / "tutorial.md", tmp_path, clean) == 10
+    section = "From an empty directory to a failing golden and back"
+    assert follow(ROOT / "docs" / "tutorial.md", tmp_path, clean, section) == 10
     return tmp_path
 
 
@@ -94,15 +96,5 @@ def test_the_examples_of_the_readme_are_followed(clean, tmp_path):
 def test_the_pass_and_the_workflow_of_a_repository_are_followed(clean, tmp_path):
     """``examples/downstream`` by the pages that speak of it."""
     copy = shutil.copytree(ROOT / "examples" / "downstream", tmp_path / "downstream")
-    for page, title in OF_DOWNSTREAM.items():
-        assert follow(ROOT / "docs" / f"{page}.md", copy, clean, section=title) == 2
-
-
-def test_every_how_to_is_followed():
-    written = {page.stem for page in (ROOT / "docs" / "how-to").glob("*.md")}
-    assert written == {
-        *PAGES,
-        *DOORS,
-        "loss-moved",  # by tests/over_time/test_page.py
-        "transformers",
-    }  # the last by test_llama_of_transformers.py
+    for page, title, commands in OF_DOWNSTREAM:
+        assert follow(ROOT / "docs" / f"{page}.md", copy, clean, section=title) == commands

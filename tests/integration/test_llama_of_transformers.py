@@ -101,5 +101,5 @@ def test_a_plan_by_hand_gives_fully_shards_layout_and_bits(llama, gt_mesh):
 
 
 def test_the_how_to_is_followed(llama, tmp_path):
-    page = Path(__file__).parents[2] / "docs" / "how-to" / "transformers.md"
-    assert follow(page, tmp_path, Path(sys.executable).parent) == 3
+    page, section = Path(__file__).parents[2] / "docs" / "tutorial.md", "A model of transformers"
+    assert follow(page, tmp_path, Path(sys.executable).parent, section) == 4

@@ -1,4 +1,4 @@
-"""docs/compile.md, docs/inductor-passes.md, docs/foreign-graphs.md: their tests pass, and print
+"""docs/compile.md, docs/inductor-passes.md, docs/trainers.md: their tests pass, and print
 what the pages show.
 
 And in docs/which-test.md what replaces each habit runs.
@@ -21,7 +21,7 @@ DOCS = ROOT / "docs"
 
 @pytest.mark.second_tier
 @pytest.mark.parametrize(
-    ("page", "tests"), [("compile", 10), ("inductor-passes", 5), ("foreign-graphs", 6)]
+    ("page", "tests"), [("compile", 10), ("inductor-passes", 5), ("trainers", 6)]
 )
 def test_the_tests_of_a_page(pytester, page, tests):
     shown = blocks(DOCS / f"{page}.md")

@@ -32,7 +32,7 @@ def test_the_readme_is_followed(tmp_path):
 def test_the_readme_and_the_first_page_have_all_doors():
     for page, folder in (("README.md", "docs/how-to"), ("docs/index.md", "how-to")):
         text = (ROOT / page).read_text()
-        for door in (*DOORS, "loss-moved"):
+        for door in (*DOORS, "i-have-a-loss-that-moved"):
             assert f"]({folder}/{door}.md)" in text, page
 
 

@@ -1,4 +1,4 @@
-"""The page "My loss moved" is followed; the page of a comparison as a whole."""
+"""The page "I have a loss that moved" is followed; the page of a comparison as a whole."""
 
 import re
 import shutil
@@ -13,14 +13,14 @@ from pytest_gtrainer.over_time.files import Run
 from pytest_gtrainer.over_time.page import page_of, write_page
 from tests.over_time.trainers import SCRIPT
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "loss-moved.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "i-have-a-loss-that-moved.md"
 
 
 @pytest.mark.second_tier
 def test_the_page_is_followed(tmp_path):
     """Z1, Z2: by a stranger, with the trainer of the page."""
     shutil.copy(SCRIPT, tmp_path)
-    assert follow(PAGE, tmp_path, Path(sys.executable).parent) == 5
+    assert follow(PAGE, tmp_path, Path(sys.executable).parent) == 6
 
 
 def comparison(**fields):

@@ -165,7 +165,7 @@ def test_a_graph_that_is_another_one_is_described_and_shown_beside():
     )
     assert found["lines"] == [f"pass f: {words}"]
     assert (found["moved"], counts) == (True, {"with another graph": 1})
-    [line] = compared(then, now, {"b": packed("no graph")}, texts)[0]["lines"]
+    [line] = compared(then, now, {"b": text("neg")[:-8]}, texts)[0]["lines"]
     assert line.startswith("pass f: another graph, and the earlier one cannot be read: ")
     [line] = compared(then, now, {}, texts)[0]["lines"]
     assert line == "pass f: another graph, and the earlier one cannot be read: 'b'"

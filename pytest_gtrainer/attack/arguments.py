@@ -49,7 +49,7 @@ def _add_reduce_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         type=float,
         default=60.0,
-        help="limit of one run of --test (default: 60)",
+        help="limit of one run of the pass, or of the command (default: 60)",
     )
     parser.add_argument(
         "-o", "--output", metavar="FILE", type=Path, help="default: FILE.reduced.fxgraph"

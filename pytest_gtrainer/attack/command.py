@@ -12,6 +12,7 @@ from pytest_gtrainer import graphtext
 from pytest_gtrainer.attack.extract import computed
 from pytest_gtrainer.attack.fuzz import Fuzzer
 from pytest_gtrainer.attack.generate import mesh_of_ranks
+from pytest_gtrainer.attack.guarded import guarded
 from pytest_gtrainer.attack.models import graphs_of, load_model
 from pytest_gtrainer.attack.oracles import (
     NOT_JUDGED,
@@ -21,7 +22,6 @@ from pytest_gtrainer.attack.oracles import (
     by_proof,
     check_kind,
     load_pass,
-    with_limit,
     world_of,
 )
 from pytest_gtrainer.attack.reduce import Reduction, pass_file, spell, write_whole
@@ -71,7 +71,7 @@ def _fuzz(given: argparse.Namespace) -> int:
 
     begun, is_interrupted = time.monotonic(), False
     with world_of(text) as ranks:
-        limited = with_limit(a_pass, given.timeout)
+        limited = guarded(a_pass, given.timeout, note)
         own = {}
         if make is not None:
             own = graphs_of(make, f"--gt-model={given.gt_model}")
@@ -170,7 +170,8 @@ class _Reduce:
 
     def _oracle(self, folder: Path) -> Oracle:
         if self._given.proof is not None:
-            return by_proof(load_pass(self._given.proof), self._given.at_least)
+            a_pass = guarded(load_pass(self._given.proof), self._given.timeout, self._say)
+            return by_proof(a_pass, self._given.at_least)
         return by_command(self._given.test, folder, self._given.timeout)
 
     def _reduce(self, judge: Oracle) -> int:

@@ -157,24 +157,6 @@ def check_kind(at_least: str) -> None:
         raise ValueError(f"--at-least={at_least}: the kinds are {', '.join(KINDS)}")
 
 
-def with_limit(a_pass: Pass, seconds: float) -> Pass:
-    """Return a pass that raises a TimeoutError if it runs longer than that."""
-
-    def end(signal_number: int, frame: object) -> None:
-        raise TimeoutError(f"the pass has not ended after {seconds:g} s")
-
-    def run(gm: fx.GraphModule, inputs: Any) -> Any:
-        before = signal.signal(signal.SIGALRM, end)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        try:
-            return a_pass(gm, inputs)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-
-    return run
-
-
 def by_proof(a_pass: Pass, at_least: str) -> Oracle:
     """Judge a graph by the proof of it before and after a pass.
 

@@ -19,8 +19,9 @@ from pytest_gtrainer.__main__ import main
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer.attack.fuzz import Fuzzer, _shape
 from pytest_gtrainer.attack.generate import generate
+from pytest_gtrainer.attack.guarded import guarded
 from pytest_gtrainer.attack.models import graphs_of
-from pytest_gtrainer.attack.oracles import Failure, with_limit
+from pytest_gtrainer.attack.oracles import Failure
 from pytest_gtrainer.attack.reduce import Reduction
 from pytest_gtrainer.graph.collectives import group_of, kind_of, launches
 from pytest_gtrainer.graph.nodes import mutates
@@ -439,7 +440,7 @@ def test_the_timer_and_its_handler_are_as_before_a_pass(ends):
     before = signal.signal(signal.SIGALRM, mine)
     try:
         with suppress(KeyError, TimeoutError):
-            with_limit(a_pass, 0.05 if ends == "is too slow" else 60)(None, None)
+            guarded(a_pass, 0.05 if ends == "is too slow" else 60, print)(None, None)
         assert signal.getsignal(signal.SIGALRM) is mine
         assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
     finally:

@@ -337,6 +337,7 @@ class _Comparing:
         skipped: by reason, what was not compared.
         unseeded: generators that the trainer does not seed.
         implementations: options of an implementation that differ.
+        without_number: steps whose loss is not finite.
     """
 
     def __init__(
@@ -348,6 +349,7 @@ class _Comparing:
         self.skipped: dict[str, set[str]] = {}
         self.unseeded: set[str] = set()
         self.implementations: set[str] = set()
+        self.without_number: list[int] = []
 
     def run(self) -> None:
         """Fill in the result."""
@@ -367,11 +369,16 @@ class _Comparing:
         if self.unseeded:
             names = spell_some(sorted(self.unseeded))
             self.result.notes.append(
-                f"random states that nobody has seeded, and that differ from the start: {names}"
+                f"random states that differ from the start, as they do unless both seed them: {names}"
             )
         if self.implementations:
             names = spell_some(sorted(self.implementations))
             self.result.notes.append(f"options of an implementation that differ: {names}")
+        if self.without_number:
+            self.result.notes.append(
+                f"the loss of step {self.without_number[0]} is not finite: NaN equals NaN, whatever "
+                "made it, so equal values prove little from there on"
+            )
         for reason, skipped in self.skipped.items():
             names = spell_some(sorted(skipped))
             self.result.notes.append(f"not compared, {reason}: {names}")
@@ -421,6 +428,8 @@ class _Comparing:
                 self.skipped.setdefault(str(reason), set()).add(f"{phase}: {name}")
                 continue
             number += 1
+            if phase == "loss" and name in a and not _is_finite(a[name]):
+                self.without_number.append(step)
             if difference is not None and not self._is_of_surroundings(difference):
                 found.append(difference)
         self.result.compared += number
@@ -478,11 +487,7 @@ class _Comparing:
             letter = "A"
             if a is None:
                 letter = "B"
-            # Nothing is seen inside of a module that was compiled in place.
-            is_unseen = phase == "forward"
-            # The step before has left what its optimiser holds, and no frozen weights.
-            is_unseen |= phase == "load" and letter == self._who_loads(step)
-            if is_unseen:
+            if phase == "forward":  # nothing is seen inside of a module that was compiled in place
                 raise _NotComparable(f"because only {letter} shows it")
             return Difference(step, phase, name, (), f"only in {letter}")
 
@@ -555,6 +560,14 @@ def _compare_values(step: int, phase: str, name: str, a: Values, b: Values) -> D
     if a_whole == b_whole:
         return None
     return Difference(step, phase, name, (), "in all, on ranks or calls that are others")
+
+
+def _is_finite(values: Values) -> bool:
+    return not any(
+        number in ("nan", "inf", "-inf")
+        for entry in _all_entries(values)
+        for number in entry.numbers
+    )
 
 
 def _all_entries(values: Values) -> Iterator[Entry]:

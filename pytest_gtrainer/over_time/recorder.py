@@ -399,8 +399,7 @@ class Recorder:
             return
         self._add("optimiser", self._options(optimizer))
         self._add("optimiser", self._parameters(optimizer))
-        if self.model is not None:
-            self._add("optimiser", self.model.named_buffers())
+        self._add("optimiser", self._untrained())
         self._add("optimiser", self._moments(optimizer))
         self.writer.step(self.step, self.phases, self.places)
         self.recorded += len(self.stepped) == 1
@@ -453,6 +452,17 @@ class Recorder:
                 default = f"{begin}param_groups.{number}.{place}"
                 yield names.get(id(parameter), default), parameter
 
+    def _untrained(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield buffers, and weights that no optimiser has, as an average inside of the model."""
+        trained: set[int] = set()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                trained.update(map(id, group["params"]))
+        if self.model is not None:
+            for name, tensor in _state_of(self.model):
+                if id(tensor) not in trained:
+                    yield name, tensor
+
     def _moments(self, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
         for name, parameter in self._parameters(optimizer):
             state = optimizer.state.get(parameter)
@@ -471,7 +481,7 @@ class Recorder:
                 if key == "params":
                     continue
                 parts = [value]
-                if isinstance(value, Sequence):
+                if isinstance(value, Sequence) and not isinstance(value, str):
                     parts = list(value)
                 for place, part in enumerate(parts):
                     name = f"{begin}param_groups.{number}.{key}"
@@ -479,6 +489,8 @@ class Recorder:
                         name += f".{place}"
                     if isinstance(part, Tensor | int | float):
                         yield name, part
+                    elif isinstance(part, str):
+                        yield f"{name}={part!r}", 1
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:

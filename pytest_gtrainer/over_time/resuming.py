@@ -19,7 +19,7 @@ from pytest_gtrainer._torch.wrapped_modules import name_without_wrappers
 from pytest_gtrainer.numerics.bits import is_dtensor
 from pytest_gtrainer.over_time.comparing import Comparison, compare_runs
 from pytest_gtrainer.over_time.files import Run, read_run
-from pytest_gtrainer.over_time.pieces import Piece, pieces_of
+from pytest_gtrainer.over_time.pieces import Piece, differing, pieces_of
 from pytest_gtrainer.over_time.recorder import record_training
 from pytest_gtrainer.worlds.gathering import gather_objects
 
@@ -47,9 +47,10 @@ def assert_resumes(
     takes the rest. Directly after the load, weights, moments, buffers and random states are
     compared, then every phase of each step: data, losses, gradients, options.
 
-    Pieces of state are attributes of the trainer that have a ``state_dict``, tensors, numbers,
-    those inside of its lists, dicts and plain objects, and random states. A piece is *forgotten* if
-    it differs after the load and after the last step. One that each step computes anew is fine.
+    Pieces of state are attributes of the trainer, and of objects in it and in its lists and dicts,
+    that have a ``state_dict``, are generators of random numbers, or are made of tensors, arrays,
+    numbers and texts; and random states. A piece is *forgotten* if it differs after the load and
+    after the last step. One that each step computes anew is fine.
 
     Controls must differ: a trainer that was not loaded; and for each piece that the load changes,
     one that was loaded without it. On ranks, every rank must call this.
@@ -78,8 +79,9 @@ def assert_resumes(
 
     Raises:
         NotResumed: the runs differ, or a control does not; or a rank has failed.
+        TypeError: what ``make`` returns is no trainer.
         ValueError: there is no step before the save, or none after it; or worlds that this test
-            does not have.
+            does not have; or a bound without worlds.
     """
     if not 0 < at < steps:
         raise ValueError(
@@ -109,22 +111,23 @@ def assert_resumes(
         _wait_for_all_ranks()  # before the folder goes
         if faults:
             raise NotResumed(faults[0])
-        _refuse_forgotten(set(_of_all_ranks(runs.forgotten)) - set(unseen))
+        _refuse_forgotten(_of_all_ranks(runs.forgotten), unseen)
 
         _in_world(sizes[0], folder, runs.without_pieces)
         _wait_for_all_ranks()  # before one reads what another writes
         seen_at_end = _of_all_ranks(runs.seen_at_end)
-        for path in sorted((folder / "without").glob("*")):
-            comparison = compare_runs(whole, read_run(path), at=at)
+        for place, name in enumerate(_of_all_ranks(runs.changed)):
+            without = read_run(folder / "without" / str(place))
+            comparison = compare_runs(whole, without, at=at)
             if comparison.status:
-                result.dropped[path.name] = ", ".join(map(str, comparison.differences[:1]))
-            elif path.name in seen_at_end:
-                result.dropped[path.name] = f"{path.name} after the last step"
-            elif path.name not in unseen:
+                result.dropped[name] = ", ".join(map(str, comparison.differences[:1]))
+            elif name in seen_at_end:
+                result.dropped[name] = f"{name} after the last step"
+            elif name not in unseen:
                 faults.append(
-                    f"a trainer that was loaded without {path.name} is equal, so this check does "
+                    f"a trainer that was loaded without {name} is equal, so this check does "
                     "not see that piece: take more steps, or name a module in beside; if no step "
-                    f"depends on it, unseen=[{path.name!r}]"
+                    f"depends on it, unseen=[{name!r}]"
                 )
         _wait_for_all_ranks()  # before the folder goes
     if faults:
@@ -132,14 +135,17 @@ def assert_resumes(
     return result
 
 
-def _refuse_forgotten(names: set[str]) -> None:
-    if names:
-        name = min(names)
-        more = f", and so are {facts.spell_some(sorted(names - {name}))}" if len(names) > 1 else ""
-        raise NotResumed(
-            f"{name} of the trainer is not as it was saved, neither after the load nor after the "
-            f"last step{more}: save and load it; if no step depends on it, unseen=[{name!r}]"
-        )
+def _refuse_forgotten(forgotten: Sequence[tuple[str, str]], unseen: Sequence[str]) -> None:
+    """Fail if a piece was forgotten; ``forgotten`` are names of pieces, each with a place in it."""
+    left = [each for each in forgotten if each[0] not in unseen]
+    if not left:
+        return
+    names = [name + place for name, place in left]
+    more = f", and so are {facts.spell_some(names[1:])}" if len(names) > 1 else ""
+    raise NotResumed(
+        f"{names[0]} of the trainer is not as it was saved, neither after the load nor after the "
+        f"last step{more}: save and load it; if no step depends on it, unseen=[{left[0][0]!r}]"
+    )
 
 
 class _Runs:
@@ -157,16 +163,22 @@ class _Runs:
     ) -> None:
         self.make, self.save, self.load, self.beside = make, save, load, beside
         self.at, self.steps, self.folder = at, steps, folder
-        # Names of pieces: the load changes them, the load forgets them, and they differ after the
-        # last step if they were not loaded.
+        # Names of pieces: the load changes them, the load forgets them, each with a place in it,
+        # and they differ after the last step if they were not loaded.
         self.changed: list[str] = []
-        self.forgotten: list[str] = []
+        self.forgotten: list[tuple[str, str]] = []
         self.seen_at_end: list[str] = []
         self._saved: dict[str, Piece] = {}
         self._ended: dict[str, Piece] = {}
 
     def in_first_world(self) -> None:
         trainer = self.make()
+        missing = [name for name in ("model", "optimizer", "step") if not hasattr(trainer, name)]
+        if missing:
+            raise TypeError(
+                f"make() returned {type(trainer).__name__} without {', '.join(missing)}: a "
+                "trainer has model, optimizer (or several) and step()"
+            )
         self._train(trainer, "whole", 0, self.steps)
         self._ended = pieces_of(trainer)
         _write_weights(trainer.model, self.folder / "whole.weights")
@@ -180,25 +192,26 @@ class _Runs:
                 self.changed.append(name)
         self._train(trainer, "resumed", self.at, self.steps)
         ended = pieces_of(trainer)
-        for name in self._saved:
-            # These are recorded, and their records have been compared.
-            if name.partition(".")[0] in ("model", "optimizer"):
+        for name, piece in self._saved.items():
+            if not _differ(name, self._ended, ended):
                 continue
-            if _differs(name, self._saved, after) and _differs(name, self._ended, ended):
-                self.forgotten.append(name)
+            for place in _differ(name, self._saved, after):
+                if not place.startswith(piece.recorded):
+                    self.forgotten.append((name, place))
         self._train(self.make(), "not loaded", 0, 1)
 
     def without_pieces(self) -> None:
         # Ranks may differ in what a load changes, as in a position of their own.
-        for name in _of_all_ranks(self.changed):
+        self.changed = _of_all_ranks(self.changed)
+        for place, name in enumerate(self.changed):
             trainer = self.make()
             before = pieces_of(trainer)
             self.load(trainer, self.folder / "saved")
             # Every rank trains, as a step communicates, also one that does not have this piece.
             if name in before:
                 before[name].put_back()
-            self._train(trainer, f"without/{name}", self.at, self.steps)
-            if _differs(name, self._ended, pieces_of(trainer)):
+            self._train(trainer, f"without/{place}", self.at, self.steps)
+            if _differ(name, self._ended, pieces_of(trainer)):
                 self.seen_at_end.append(name)
 
     def in_other_world(self, name: str) -> None:
@@ -230,11 +243,11 @@ class _Runs:
             )
 
 
-def _differs(name: str, expected: Mapping[str, Piece], actual: Mapping[str, Piece]) -> bool:
-    """Return whether a piece is missing on one side, or has other bits."""
+def _differ(name: str, expected: Mapping[str, Piece], actual: Mapping[str, Piece]) -> list[str]:
+    """Return the places at which a piece has other bits; the whole, "", if one side lacks it."""
     if name not in expected or name not in actual:
-        return True
-    return not expected[name].equals(actual[name])
+        return [""]
+    return list(differing(expected[name].state, actual[name].state))
 
 
 def _checked(worlds: Sequence[int] | None, bound: float | None) -> Sequence[int | None]:
@@ -242,6 +255,11 @@ def _checked(worlds: Sequence[int] | None, bound: float | None) -> Sequence[int 
     if bound is not None and not 0 < bound < math.inf:
         raise ValueError(f"bound={bound}: give a finite number above 0, as bound=1e-5")
     if worlds is None:
+        if bound is not None:
+            raise ValueError(
+                f"bound={bound} is for other worlds, and there are none: give worlds=(4, 2), or "
+                "leave it out"
+            )
         return [None]
     if not dist.is_initialized() or dist.get_backend() == "fake":
         raise ValueError(
@@ -334,10 +352,10 @@ def _distance(
     return largest, where
 
 
-def _of_all_ranks(names: list[str]) -> list[str]:
+def _of_all_ranks(names: list[Any]) -> list[Any]:
     """Return the names that any rank has, in one order on all of them."""
     if not dist.is_initialized():
-        return names
+        return sorted(names)
     return sorted(set().union(*gather_objects(names)))
 
 

@@ -91,6 +91,57 @@ def test_two_microbatches_and_their_sum(tmp_path):
     ].keys()
 
 
+class WithAverage(nn.Module):
+    """Its average is part of the model, and no optimiser has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+        self.average = nn.Linear(4, 1).requires_grad_(False)
+
+    def forward(self, rows):
+        return self.net(rows)
+
+
+def record_average(folder, *, decay=0.9, mode="a", factor=1.0):
+    torch.manual_seed(0)
+    model = WithAverage()
+    groups = [{"params": list(model.net.parameters()), "mode": mode}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    with record_training(model, optimizer, folder):
+        for _ in range(3):
+            (model(torch.ones(2, 4)).sum() * factor).backward()
+            optimizer.step()
+            model.average.weight.data.lerp_(model.net.weight.data, 1 - decay)
+    return read_run(folder)
+
+
+def test_weights_that_no_optimiser_has_are_recorded_after_each_step(tmp_path):
+    """Z1: an average inside of the model; the first optimiser step comes before its first update."""
+    first = record_average(tmp_path / "a")
+    assert compare_runs(first, record_average(tmp_path / "same")).status == 0
+    other = compare_runs(first, record_average(tmp_path / "b", decay=0.5))
+    assert [str(each) for each in other.differences] == [
+        "step 1, optimiser: average.weight, rank 0"
+    ]
+
+
+def test_an_option_that_is_a_text(tmp_path):
+    first = record_average(tmp_path / "a")
+    names = [
+        each.name
+        for each in compare_runs(first, record_average(tmp_path / "b", mode="b")).differences
+    ]
+    assert names == ["param_groups.0.mode='a'", "param_groups.0.mode='b'"]
+
+
+def test_a_loss_that_is_not_finite_is_said(tmp_path):
+    first = record_average(tmp_path / "a", factor=float("nan"))
+    result = compare_runs(first, record_average(tmp_path / "b", factor=float("nan")))
+    assert "the loss of step 0 is not finite" in str(result)
+    assert "not finite" not in str(compare_runs(*[record_average(tmp_path / n) for n in "cd"]))
+
+
 def test_two_optimisers_that_step_once_each(tmp_path):
     """A step ends when the next forward begins, not with the first optimiser."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -6,14 +6,21 @@ import copy
 import re
 import runpy
 import sys
+from collections import Counter, deque
 from contextlib import nullcontext
+from dataclasses import dataclass
+from random import Random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from pytest_gtrainer import NotResumed, assert_resumes
 from pytest_gtrainer.over_time import resuming
+from pytest_gtrainer.over_time.pieces import differing, pieces_of
 from pytest_gtrainer.over_time.resuming import (
     _checked,
     _distance,
@@ -150,14 +157,14 @@ class Plain:
 
 
 FORGOTTEN = {
-    "average": "average",
-    "schedule": "schedule",
+    "average": r"average\['bias'\] of the trainer .*, and so are average\['weight'\]: ",
+    "schedule": r"schedule\['_step_count'\] of the trainer .* schedule\['last_epoch'\]: ",
     "count": "count",
     "best": "best",
     "norm": "norm",
-    "totals": "totals.rows of the trainer .*, and so are totals.sums: ",
+    "totals": r"totals\['rows'\] of the trainer .*, and so are totals\['sums'\]: .*=\['totals'\]",
     "plain": "plain.epoch",
-    "history": "history.0",
+    "history": r"history\[0\]",
 }
 
 
@@ -171,12 +178,215 @@ def test_a_piece_that_the_load_forgets(forget):
         assert_resumes(lambda: Plain(forget), Plain.save, Plain.load, at=2, steps=4)
 
 
+class Meter:
+    def __init__(self):
+        self.count, self.sums = 0, {"rows": torch.zeros(1)}
+
+    def add(self):
+        self.count += 1
+        self.sums["rows"] += 1
+
+
+@dataclass(slots=True)
+class Slotted:
+    count: int = 0
+
+    def add(self):
+        self.count += 1
+
+
+def add_to_each(meters):
+    for meter in meters:
+        meter.add()
+
+
+def loader():
+    rows = TensorDataset(torch.zeros(8, 1))
+    return DataLoader(rows, sampler=DistributedSampler(rows, 1, 0))
+
+
+STATES = {
+    "a dict of dicts": (
+        lambda: {"train": {"rows": 0}},
+        lambda state: state["train"].update(rows=state["train"]["rows"] + 1),
+        "state['train']['rows']",
+    ),
+    "tensors in a dict of dicts": (
+        lambda: {"model": {"w": torch.zeros(2), "b": torch.zeros(1)}},
+        lambda state: state["model"]["b"].add_(1),
+        "state['model']['b']",
+    ),
+    "a list in a dict": (lambda: {"all": []}, lambda state: state["all"].append(1), "state['all']"),
+    "a list of lists": (lambda: [[torch.zeros(1)]], lambda s: s[0][0].add_(1), "state[0][0]"),
+    "a deque": (lambda: deque(maxlen=2), lambda state: state.append(len(state)), "state"),
+    "a full deque": (
+        lambda: deque([0, 1], maxlen=2),
+        lambda state: state.append(state[-1] + 1),
+        "state[0]",
+    ),
+    "a set": (set, lambda state: state.add(len(state)), "state"),
+    "a counter": (Counter, lambda state: state.update("a"), "state['a']"),
+    "an array": (lambda: np.zeros(3), lambda state: np.add(state, 1, out=state), "state"),
+    "a tuple": (lambda: (1, torch.zeros(1)), lambda state: state[1].add_(1), "state[1]"),
+    "objects in a list": (lambda: [Slotted(), Meter()], add_to_each, "state.0.count"),
+    "an object in a tuple": (lambda: (0, Meter()), lambda s: s[1].add(), "state.1.count"),
+    "an object of an object": (
+        lambda: SimpleNamespace(meter=Meter()),
+        lambda state: state.meter.add(),
+        "state.meter.count",
+    ),
+    "a key that is no text": (lambda: {0: Meter()}, lambda state: state[0].add(), "state[0].count"),
+    "the sampler of a loader": (
+        loader,
+        lambda state: state.sampler.set_epoch(state.sampler.epoch + 1),
+        "state.sampler.epoch",
+    ),
+    "torch's generator": (
+        lambda: torch.Generator().manual_seed(3),
+        lambda state: torch.rand(1, generator=state),
+        "state",
+    ),
+    "Python's generator": (lambda: Random(3), lambda state: state.random(), "state[1][0]"),
+    "NumPy's generator": (
+        lambda: np.random.default_rng(3),
+        lambda state: state.random(),
+        "state['state']['state']",
+    ),
+    "an attribute of a module": (
+        lambda: nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.0)),
+        lambda state: setattr(state[1], "p", state[1].p + 0.01),
+        "state.1.p",
+    ),
+}
+
+
+def differences(before, after):
+    assert before.keys() == after.keys()
+    return [
+        name + place
+        for name, piece in before.items()
+        for place in differing(piece.state, after[name].state)
+    ]
+
+
+@pytest.mark.parametrize("of", STATES)
+def test_state_at_any_place_is_a_piece(of):
+    """Z3: deep, in any container, in objects, in generators; it can be put back."""
+    make, advance, place = STATES[of]
+    trainer = SimpleNamespace(model=nn.Linear(1, 1), state=make())
+    before = pieces_of(trainer)
+    advance(trainer.state)
+    after = pieces_of(trainer)
+    assert place in differences(before, after)
+    for piece in before.values():
+        piece.put_back()
+    assert not differences(before, pieces_of(trainer))
+
+
+def test_a_deep_piece_that_the_load_forgets():
+    class Metered(Plain):
+        def __init__(self):
+            super().__init__()
+            self.meters = {"train": [Meter()]}
+
+        def step(self):
+            super().step()
+            self.meters["train"][0].add()
+
+    with pytest.raises(NotResumed, match=r"meters\.train\.0\.count of .*, and so are .*sums"):
+        assert_resumes(Metered, Plain.save, Plain.load, at=2, steps=4)
+
+
+class Optimizer(torch.optim.SGD):
+    """It keeps more in its state dict than moments."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.calls += 1
+
+    def state_dict(self):
+        return {**super().state_dict(), "calls": self.calls}
+
+    def load_state_dict(self, state):
+        super().load_state_dict({key: state[key] for key in ("state", "param_groups")})
+
+
+class Extra(nn.Linear):
+    calls = 0
+
+    def forward(self, rows):
+        self.calls += 1
+        return super().forward(rows)
+
+    def get_extra_state(self):
+        return self.calls
+
+    def set_extra_state(self, state):
+        pass
+
+
+@pytest.mark.parametrize("of", ["model", "optimizer"])
+def test_what_a_state_dict_holds_beside_weights_and_moments(of):
+    class Beside(Plain):
+        def __init__(self):
+            super().__init__()
+            if of == "model":
+                self.model = Extra(4, 2)
+            kind = torch.optim.SGD if of == "model" else Optimizer
+            self.optimizer = kind(self.model.parameters(), lr=0.1)
+            self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [50])
+
+    words = {"model": r"model\['_extra_state'\]", "optimizer": r"optimizer\['calls'\]"}
+    with pytest.raises(NotResumed, match=words[of]):
+        assert_resumes(Beside, Plain.save, Plain.load, at=2, steps=4)
+
+
+def test_names_of_pieces_that_are_no_names_of_files():
+    class Slashed(Plain):
+        def __init__(self):
+            super().__init__()
+            self.meters = {"a/b": Meter(), "..": Meter()}
+
+        def step(self):
+            super().step()
+            add_to_each(self.meters.values())
+
+        def load(self, folder):
+            super().load(folder)
+            self.meters = torch.load(folder, weights_only=False)[0]["meters"]
+
+    result = assert_resumes(Slashed, Plain.save, Slashed.load, at=2, steps=4)
+    assert {"meters.a/b.count", "meters....count"} <= result.dropped.keys()
+
+
+def test_a_trainer_without_a_model_or_its_steps():
+    with pytest.raises(TypeError, match=r"make\(\) returned Linear without model, optimizer, step"):
+        assert_resumes(lambda: nn.Linear(1, 1), Plain.save, Plain.load, at=2, steps=4)
+
+
+def test_a_bound_without_other_worlds():
+    with pytest.raises(ValueError, match=r"bound=0\.1 is for other worlds, and there are none"):
+        assert_resumes(Plain, Plain.save, Plain.load, at=2, steps=4, bound=0.1)
+
+
+def test_modules_that_a_load_leaves_in_evaluation():
+    class Evaluates(Plain):
+        def load(self, folder):
+            super().load(folder)
+            self.model.eval()
+
+    with pytest.raises(NotResumed, match=r"model\.training of the trainer is not as it was saved"):
+        assert_resumes(Evaluates, Plain.save, Evaluates.load, at=2, steps=4)
+
+
 def test_pieces_that_only_the_end_shows():
     """Their controls differ after the last step; what each step makes anew needs no load."""
     result = assert_resumes(Plain, Plain.save, Plain.load, at=2, steps=4)
     assert result.dropped["average"] == "average after the last step"
     assert result.dropped["schedule"] == "schedule after the last step"
-    assert set(result.dropped) >= {"count", "norm", "totals.sums", "plain.epoch", "history.0"}
+    assert set(result.dropped) >= {"count", "norm", "totals", "plain.epoch", "history"}
     assert_resumes(lambda: Plain("count"), Plain.save, Plain.load, at=2, steps=4, unseen=["count"])
 
 
@@ -293,7 +503,7 @@ def test_a_bound_is_a_finite_number_above_0(bound):
     ],
 )
 def test_worlds_are_numbers_of_ranks_of_the_test(monkeypatch, worlds, bound, words):
-    assert _checked(None, bound) == [None]
+    assert _checked(None, None) == [None]
     needs = f'worlds={worlds or [1]} needs ranks: mark the test gt_world("ranks", size='
     with pytest.raises(ValueError, match=f"^{re.escape(needs)}{max(worlds or [1])}"):
         _checked(worlds or [1], bound)
@@ -322,8 +532,11 @@ def test_pieces_that_were_forgotten_are_named_in_order(names, more):
         f"{more}: save and load it; if no step depends on it, unseen=['a']"
     )
     with pytest.raises(NotResumed, match=f"^{re.escape(words)}$"):
-        _refuse_forgotten(set(names))
-    _refuse_forgotten(set())
+        _refuse_forgotten([(name, "") for name in sorted(names)], ["z"])
+    _refuse_forgotten([], [])
+    _refuse_forgotten([("a", "[0]"), ("a", "[1]")], ["a"])
+    with pytest.raises(NotResumed, match=r"b\[1\] of the trainer .*, and so are c: .*=\['b'\]"):
+        _refuse_forgotten([("a", "[0]"), ("b", "[1]"), ("c", "")], ["a"])
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])

@@ -1,10 +1,18 @@
 """Models, optimisers and modules beside them are found among the objects of the process."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 
 from pytest_gtrainer.over_time import found
+
+
+@pytest.fixture(autouse=True)
+def objects_of_other_tests_are_not_found():
+    gc.collect()
+    gc.freeze()  # the package unfreezes them at its end
 
 
 class FSDPLike(nn.Linear):

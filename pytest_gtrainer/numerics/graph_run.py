@@ -5,6 +5,7 @@ random numbers that nobody reads. So a comparison of two graphs looks at ``Graph
 not only at ``GraphRun.outputs``.
 """
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -160,14 +161,37 @@ def _structure(outputs: Any) -> str:
     if type(outputs) is list:
         outputs = tuple(outputs)
 
-    def spell(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return "*"
-        if leaf is None or isinstance(leaf, str | torch.dtype | torch.device):
-            return leaf
-        return type(leaf).__name__
+    return str(pytree.tree_map(_spell_leaf, outputs)).replace("'*'", "*")
 
-    return str(pytree.tree_map(spell, outputs)).replace("'*'", "*")
+
+_COMPARED_BY_REPR = (
+    *(str, bytes, range, slice, type(None), type),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+def _spell_leaf(leaf: Any) -> Any:
+    """Return what a result is compared by beside numbers: a constant itself, functions by name."""
+    if isinstance(leaf, Tensor):
+        return "*"
+    if isinstance(leaf, _COMPARED_BY_REPR):
+        return leaf
+    return leaf.__qualname__ if inspect.isroutine(leaf) else type(leaf).__name__
+
+
+def spell_values(values: Any) -> str:
+    """Spell Python values in tuples, lists and dicts, with ``*`` for each tensor and module.
+
+    >>> spell_values([1.5, {"b": torch.ones(1), "a": "text"}])
+    "[1.5, 'text', '*'] in TreeSpec(list, None, [*,\\n  TreeSpec(dict, ['a', 'b'], [*,\\n    *])])"
+    """
+    leaves, structure = pytree.tree_flatten(_in_order_of_keys(values))
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.nn.Module):
+            leaves[place] = "*"
+        elif not isinstance(leaf, bool | int | float | complex):
+            leaves[place] = _spell_leaf(leaf)
+    return f"{leaves} in {structure}"
 
 
 def input_names(gm: fx.GraphModule) -> list[str]:

@@ -34,7 +34,7 @@ from pytest_gtrainer.proofs.state import (
     contents_of,
     copy_of,
     named_state,
-    python_numbers,
+    python_values,
 )
 from pytest_gtrainer.worlds.simulate import AnyWorld, net_of_any, run_on_net
 from pytest_gtrainer.worlds.simulated.interpreter.program import NodeByNode
@@ -85,21 +85,25 @@ class Run:
         arithmetic: in which it ran.
         reads: operators by which the program asked for real numbers.
         real: the real numbers of its outputs, and of state that it wrote to.
+        trains: the outputs through which gradients flow to what the program is given; None of
+            graphs, and of a program that has left gradients and so needs no more.
     """
 
     results: dict[Key, Made]
     arithmetic: Arithmetic
     reads: Mapping[str, int]
     real: dict[Key, Tensor]
+    trains: frozenset[str] | None = None
 
 
 @dataclass(slots=True)
 class Left:
-    """The outputs of a program, and its state before and after."""
+    """The outputs of a program, those that train, and its state before and after."""
 
     outputs: dict[Key, Tensor] = field(default_factory=dict)
     before: dict[Key, Made] = field(default_factory=dict)
     after: dict[Key, Tensor] = field(default_factory=dict)
+    trains: frozenset[str] | None = None
 
 
 class Program(ABC):
@@ -156,7 +160,7 @@ class Program(ABC):
 
         for key in left.before.keys() - left.after.keys():
             results[key] = Made(torch.zeros(0), torch.float32, True)  # it is gone
-        return Run(results, arithmetic, mode.reads, real)
+        return Run(results, arithmetic, mode.reads, real, left.trains)
 
     @abstractmethod
     def _run(self, mode: ArithmeticMode, left: Left) -> None:
@@ -207,6 +211,15 @@ def make_abstract(mode: ArithmeticMode, tensor: Tensor, name: Any) -> None:
             # Other inputs may be other parts of the same memory, such as the chunks of a batch.
             mode.make_abstract(memory, ("memory of", name))
     mode.make_abstract(tensor, name)
+
+
+def _names_that_train(outputs: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> frozenset[str]:
+    """Return the names of outputs through which gradients flow to tensors that were given."""
+    own = {id(tensor) for tensor in given.values() if tensor.requires_grad}
+    # A new leaf, such as an ``nn.Parameter``, is cut from what it was made of.
+    return frozenset(
+        name for name, tensor in outputs.items() if tensor.grad_fn is not None or id(tensor) in own
+    )
 
 
 class GraphProgram(Program):
@@ -346,21 +359,24 @@ class FunctionProgram(Program):
         for name, tensor in (state | captured).items():
             left.before[f"{name}{AFTERWARDS}", None] = _made(mode, tensor.detach())
         put_back = contents_of(self.function)
-        for name, numbers in python_numbers(function, given).items():
-            left.before[f"{name}{AFTERWARDS}", None] = Made(numbers, numbers.dtype, True)
+        for name, number in python_values(function, given).items():
+            left.before[f"{name}{AFTERWARDS}", None] = Made(number, number.dtype, True)
         try:
             outputs = self._called(mode, function, given)
             check_outputs(outputs)
-            for name, numbers in python_numbers(function, given).items():
-                left.after[f"{name}{AFTERWARDS}", None] = numbers
-            for name, leaf in named_outputs(outputs).items():
+            for name, number in python_values(function, given).items():
+                left.after[f"{name}{AFTERWARDS}", None] = number
+            named = named_outputs(outputs)
+            for name, leaf in named.items():
                 left.outputs[name, None] = leaf.detach()
+            left.trains = _names_that_train(named, state)
             # Again, as a program may replace a tensor instead of writing to it.
             held = named_state(function, given) | captured_by(self.function)
             for name, tensor in held.items():
                 left.after[f"{name}{AFTERWARDS}", None] = tensor.detach()
                 if tensor.is_leaf and tensor.grad is not None:
                     left.outputs[f"gradient of {name}", None] = tensor.grad.detach()
+                    left.trains = None
         finally:
             put_back()
             with torch.no_grad():

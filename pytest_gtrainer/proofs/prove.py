@@ -301,6 +301,9 @@ def _look_for(kind: str, programs: Sequence[Program]) -> _Answer:
         if not differ:
             reason = _first_reason_of_all_ranks(programs, _apart_in_real_numbers(kind, *runs))
             if not reason:
+                reason = _says_cut(*runs)
+                if reason:
+                    return _Answer(reason=reason)
                 return _Answer(runs, is_equal=True)
             if kind != "identical":
                 return _Answer(reason=reason)
@@ -588,6 +591,23 @@ def _says_nothing(actual: Run, expected: Run) -> str:
                     "multiplied by numbers that nobody knows"
                 )
     return ""
+
+
+def _says_cut(actual: Run, expected: Run) -> str:
+    """Return which result one program alone cuts from autograd; "" if there is none.
+
+    Equal numbers do not train equally then, and no program has computed the gradients.
+    """
+    if actual.trains is None or expected.trains is None:
+        return ""
+    cut = sorted(actual.trains ^ expected.trains)
+    if not cut:
+        return ""
+    side = "expected" if cut[0] in actual.trains else "actual"
+    return (
+        f"the numbers of {cut[0]} are equal, but the {side} program cuts it from autograd, and no "
+        "gradient is compared: call backward() in both, or detach it in both"
+    )
 
 
 KNOWN = "depends on no abstract input"

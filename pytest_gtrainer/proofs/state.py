@@ -6,6 +6,7 @@ closure or an optimiser, would be read, or written to, without a trace. So it is
 
 import copy
 import functools
+import hashlib
 import inspect
 import sys
 import types
@@ -19,7 +20,7 @@ from pytest_gtrainer._torch.arithmetic import is_compiled
 from pytest_gtrainer._torch.autograd import method_of_hook
 from pytest_gtrainer._torch.values import buffers_of, parameters_of, pytree
 from pytest_gtrainer.numerics.compare import compare
-from pytest_gtrainer.numerics.graph_run import has_storage
+from pytest_gtrainer.numerics.graph_run import has_storage, spell_values
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = (
@@ -35,25 +36,11 @@ def named_state(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
     Raises:
         ValueError: compiled code, a hook on a parameter, or an object that may hold tensors.
     """
-    leaves: list[tuple[str, Any]] = []
-    if isinstance(function, nn.Module):
-        leaves.append(("the function", function))
-    for place, value in enumerate(inputs):
-        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
-            leaves.append((f"input {place}{pytree.keystr(path)}", leaf))
-
     found: dict[str, Tensor] = {}
-    modules: set[int] = set()
-    for where, leaf in leaves:
+    for where, prefix, leaf in _leaves(function, inputs):
         if isinstance(leaf, Tensor):
             found[where] = leaf
         elif isinstance(leaf, nn.Module):
-            if id(leaf) in modules:
-                continue
-            # FQNs alone, so a module that is called and one that a function is given have the same
-            # names: the one is often compared with the other.
-            prefix = f"{where}." if modules else ""
-            modules.add(id(leaf))
             for name, tensor in _tensors_of(leaf, where):
                 found[prefix + name] = tensor
         elif not isinstance(leaf, _PLAIN):
@@ -66,29 +53,66 @@ def named_state(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
     return found
 
 
-def python_numbers(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
-    """Return what modules that a call is given hold beside tensors, and a call may change.
+def _leaves(function: Any, inputs: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield what a call is given, each module once: its place, a prefix of names, and itself."""
+    leaves: list[tuple[str, Any]] = []
+    if isinstance(function, nn.Module):
+        leaves.append(("the function", function))
+    for place, value in enumerate(inputs):
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            leaves.append((f"input {place}{pytree.keystr(path)}", leaf))
 
-    Whether each of their parts trains, and numbers that are plain attributes, such as counters.
+    modules: set[int] = set()
+    for where, leaf in leaves:
+        prefix = ""
+        if isinstance(leaf, nn.Module):
+            if id(leaf) in modules:
+                continue
+            # FQNs alone, so a module that is called and one that a function is given have the same
+            # names: the one is often compared with the other.
+            prefix = f"{where}." if modules else ""
+            modules.add(id(leaf))
+        yield where, prefix, leaf
+
+
+def python_values(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
+    """Return what a call is given beside tensors, and may change, each as a known tensor.
+
+    Values in lists and dicts. Of modules, which parts train, which parameters require a gradient,
+    and numbers that are plain attributes, such as counters, also in lists and dicts.
     """
-    modes = []
+    modes: list[bool] = []
+    trainable: list[bool] = []
     found: dict[str, Tensor] = {}
-    for leaf in pytree.tree_leaves([function, *inputs]):
+    for place, value in enumerate(inputs):
+        if isinstance(value, list | tuple | dict):
+            found[f"input {place}"] = _digest(value)
+    for _, prefix, leaf in _leaves(function, inputs):
         if not isinstance(leaf, nn.Module):
             continue
-        for path, part in leaf.named_modules():
+        trainable += [parameter.requires_grad for parameter in leaf.parameters()]
+        for path, part in leaf.named_modules(prefix=prefix.removesuffix(".")):
             modes.append(part.training)
             for name, value in vars(part).items():
-                # A bool is a switch, which the caller of a model sets to choose what it runs.
-                if name not in _OF_EVERY_MODULE and type(value) in (int, float):
+                # A bool is a switch, which the caller of a model sets to choose what it runs, and
+                # so is a text.
+                is_number = isinstance(value, list | tuple | dict) or type(value) in (int, float)
+                if name not in _OF_EVERY_MODULE and is_number:
                     whole = f"{path}.{name}" if path else name
-                    found[f"attribute {whole}"] = torch.tensor(value, dtype=torch.float64)
+                    found[f"attribute {whole}"] = _digest(value)
     found["training modes"] = torch.tensor(modes, dtype=torch.bool)
+    found["parameters that require a gradient"] = torch.tensor(trainable, dtype=torch.bool)
     return found
 
 
+def _digest(value: Any) -> Tensor:
+    """Return a number that stands for Python values."""
+    digest = hashlib.sha256(spell_values(value).encode()).digest()
+    return torch.frombuffer(bytearray(digest[:8]), dtype=torch.int64)
+
+
 def _tensors_of(module: nn.Module, where: str) -> Iterator[tuple[str, Tensor]]:
-    registered = {id(part) for part in module.modules()}
+    registered = _registered_in(module)
     for path, part in module.named_modules():
         if is_compiled(part):
             raise ValueError(
@@ -106,14 +130,24 @@ def _tensors_of(module: nn.Module, where: str) -> Iterator[tuple[str, Tensor]]:
         # A tensor that is a plain attribute, such as a cache of rotary frequencies, is in no
         # ``state_dict``, and a call may write to it all the same.
         for name, leaf in _attributes_of(part):
+            if id(leaf) in registered:
+                continue
             if isinstance(leaf, Tensor):
                 yield f"buffer {dot}{name}", leaf
-            elif id(leaf) not in registered:
+            else:
                 raise ValueError(
                     f"{where} holds {dot}{name}, a {type(leaf).__name__} that is none of its "
                     "modules, whose numbers would stay as they are: register it, as in a "
                     "ModuleList"
                 )
+
+
+def _registered_in(module: nn.Module) -> set[int]:
+    """Return the ids of all parts, parameters and buffers, which a module may hold twice.
+
+    An ``nn.LSTM`` has a list of its parameters.
+    """
+    return {id(each) for each in (*module.modules(), *module.parameters(), *module.buffers())}
 
 
 def _attributes_of(part: nn.Module) -> Iterator[tuple[str, Tensor | nn.Module]]:
@@ -131,7 +165,7 @@ def known_numbers(module: nn.Module) -> list[str]:
 
     Floating-point buffers, plain attributes, and modules that are not registered.
     """
-    registered = {id(part) for part in module.modules()}
+    registered = _registered_in(module)
     found = []
     for name, tensor in module.named_buffers():
         if tensor.is_floating_point() and tensor.numel():

@@ -365,6 +365,104 @@ def test_a_counter_of_a_module_is_state():
     assert kind_of(lambda m, x: m(x), lambda m, x: x + 1, module, X)[0] == "another function"
 
 
+def test_counters_of_two_modules_are_two():
+    def count(by):
+        def call(first, second, x):
+            first.calls += by
+            return second(x)
+
+        return call
+
+    inputs = Counting(1), Counting(1), X
+    assert kind_of(count(1), count(1), *inputs)[0] == "identical"
+    kind, text = kind_of(count(1), count(2), *inputs)
+    assert (kind, "first attribute calls afterwards" in text) == ("another function", True)
+
+
+def leave(write):
+    def call(x, held, module):
+        write(held, module)
+        return module(x)
+
+    return call
+
+
+WRITES = {
+    "a number of a list": lambda held, module: held["list"].__setitem__(0, 3),
+    "the last of a list": lambda held, module: held["list"].__setitem__(-1, -0.0),
+    "one more": lambda held, module: held["list"].append(2.0),
+    "None": lambda held, module: held["list"].append(None),
+    "a list in a list": lambda held, module: held["list"].append([]),
+    "nothing is left": lambda held, module: held["list"].clear(),
+    "a text": lambda held, module: held.update(text="b"),
+    "a key": lambda held, module: held.update(more=1),
+    "a key less": lambda held, module: held.pop("text"),
+    "a list of a module": lambda held, module: module.kept.append(1),
+    "a parameter that is frozen": lambda held, module: module.bias.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_python_values_that_a_call_leaves_are_results(write):
+    module = nn.Linear(4, 3)
+    module.kept = []
+    inputs = X, {"list": [1, 0.0], "text": "a"}, module
+    writes, reads = leave(WRITES[write]), leave(lambda held, module: None)
+    assert kind_of(writes, writes, *inputs)[0] == "identical"
+    assert kind_of(writes, reads, *inputs)[0] == "another function"
+    assert kind_of(reads, writes, *inputs)[0] == "another function"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [(1, 2), ("a", "b"), (slice(1), slice(2)), (range(1), range(2)), (len, max), (int, float)],
+    ids=str,
+)
+def test_python_values_that_a_call_returns_are_results(values):
+    actual, expected = (lambda x, value=value: (x * 2, value) for value in values)
+    assert kind_of(actual, actual, X)[0] == "identical"
+    assert kind_of(actual, expected, X)[0] == "another function"
+
+
+CUTS = {
+    "detach": lambda x: (x, (x * 2).detach()),
+    "no_grad": torch.no_grad()(lambda x: (x, x * 2)),
+    "a new parameter": lambda x: (x, nn.Parameter(x * 2)),
+    "a new leaf": lambda x: (x, (x * 2).detach().requires_grad_()),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_result_that_one_program_cuts_from_autograd_is_unknown(cut):
+    x = X.clone().requires_grad_()
+    actual, expected = CUTS[cut], lambda x: (x, x * 2)
+    assert kind_of(actual, actual, x)[0] == "identical"
+    assert kind_of(actual, expected, X)[0] == "identical"  # nothing has a gradient
+    for programs, side in (((actual, expected), "actual"), ((expected, actual), "expected")):
+        kind, text = kind_of(*programs, x)
+        assert kind == "unknown"
+        assert f"output 1 are equal, but the {side} program cuts it from autograd" in text
+
+
+def test_a_loss_is_detached_or_not_where_gradients_are_compared():
+    def step(finish):
+        def call(model, x):
+            loss = model(x).sum()
+            loss.backward()
+            return finish(loss)
+
+        return call
+
+    steps = step(lambda loss: loss), step(lambda loss: loss.detach())
+    assert kind_of(*steps, nn.Linear(4, 3), X)[0] == "identical"
+
+
+def test_parameters_that_a_module_lists_are_abstract():
+    module = nn.LSTM(4, 3)
+    proof = prove(module, module, inputs=(torch.ones(2, 4),))
+    assert (proof.kind, proof.assumes) == ("identical", ())
+
+
 def test_known_numbers_of_buffers_and_captured_tensors_are_named():
     class Centered(nn.Module):
         def __init__(self, sign):

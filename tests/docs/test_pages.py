@@ -152,6 +152,17 @@ def test_every_page_has_its_place_in_the_site_and_links_lead_somewhere():
             assert str(place) in in_site, f"{page.name} links {target}"
 
 
+def test_pages_are_few_and_a_long_one_begins_with_its_contents():
+    """Of more than 400 lines, code counted; a contents list links at least three sections."""
+    pages = {page.name: page.read_text() for page in PAGES.rglob("*.md")}
+    assert len(pages) <= 24
+    long = {name: text for name, text in pages.items() if len(text.splitlines()) > 400}
+    assert len(long) > 2
+    for name, text in long.items():
+        head = text.partition("\n## ")[0].partition("On this page:")[2]
+        assert head.count("](#") > 2, name
+
+
 def test_every_public_name_stands_on_a_reference_page():
     """Names stand with their path on the page of the library; kinds of conformance in the table of
     their page.

@@ -2,13 +2,15 @@
 
 import itertools
 import json
+import struct
+import zlib
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from pytest_gtrainer.over_time.comparing import Difference, _runs_of, compare_runs
-from pytest_gtrainer.over_time.files import FORMAT, VERSION, RecordError, read_run
+from pytest_gtrainer.over_time.comparing import Difference, _runs_of, compare_runs, whole_of
+from pytest_gtrainer.over_time.files import FORMAT, VERSION, Entry, RecordError, read_run
 
 
 def number(value):
@@ -101,6 +103,8 @@ def test_ranks_that_differ_and_the_table_of_the_step(compared):
     equal = {"optimiser": {"w": tensor(1), "v": tensor(2)}}
     a = [steps(1, 2, 3, **equal) for _ in range(4)]
     b = [steps(1, 9 if rank % 2 else 2, 9, **equal) for rank in range(4)]
+    for rank in b:
+        rank[2] = rank[2] | {"optimiser": {"w": tensor(8), "v": tensor(9)}}
     assert compared(a, b) == [
         "first difference: step 1, loss: root, ranks 1, 3: 2.0 in A, 9.0 in B",
         "step 1 in all, entries that differ: loss 1 of 1, optimiser 0 of 2",
@@ -270,12 +274,12 @@ def test_phases_of_one_side_are_said_in_the_order_of_a_step(compared):
 
 def test_records_that_were_cut_are_said_by_their_letter(compared):
     a, b = [steps(1, 2), steps(1, 2)], [steps(1), steps(1)]
-    ends = {"a_how": {"ends": ["", "KeyError"]}, "b_how": {"ends": [None, ""], "world": 4}}
+    ends = {"a_how": {"ends": ["", "KeyError"]}, "b_how": {"ends": [None, ""], "world": 5}}
     assert compared(a, b, **ends) == [
-        "other world_size: 2 in A, 4 in B",
+        "other world_size: 2 in A, 5 in B",
         "A: rank 1 ended after step 1 by KeyError",
         "B: rank 0 was cut after step 0: its last line is missing",
-        "B: of 4 ranks, 2 left no file",
+        "B: of 5 ranks, 3 left no file",
         "only in A: 1 step, 1",
         "equal: 1 value in 1 step; 1 step compared with nothing",
     ]
@@ -347,6 +351,9 @@ def test_names_that_would_become_one_stay_as_they_are(compared):
     assert compared([steps(1, clip=both)], [steps(1, clip=both)]) == ["equal: 3 values in 1 step"]
     said = compared([steps(1, 1, clip=both)], [steps(1, 1, clip={"w": tensor(1)})])
     assert said[0] == "first difference: step 0, clip: module.w: only in A"
+    # Also in phases that have one of both.
+    sides = [[steps(1, clip=both, gradient={name: tensor(1)})] for name in ("module.w", "w")]
+    assert compared(*sides)[0] == "first difference: step 0, gradient: module.w: only in A"
 
 
 @pytest.mark.parametrize("only", ["", "A", "B"])
@@ -374,7 +381,8 @@ def going_on(value):
     return {"load": {"beside ema.w": tensor(0)}, "optimiser": {"w": tensor(value + 1), **OPTIONS}}
 
 
-OPTIONS = {"param_groups.0.lr": 0.5}
+# The average is what it is when the step begins, not what an optimiser has left of it.
+OPTIONS = {"param_groups.0.lr": 0.5, "beside ema.w": tensor(7)}
 
 
 @pytest.mark.parametrize("side", ["A", "B"])
@@ -390,7 +398,7 @@ def test_a_side_that_loads_is_compared_with_what_the_other_one_has_left(compared
         sides, how = ([[resumed]], whole), {"a_how": {"first": 1}}
     said = compared(*sides, **how)
     if loaded == 1:
-        assert said[1] == "equal: 4 values in 1 step; 1 step compared with nothing"
+        assert said[1] == "equal: 5 values in 1 step; 1 step compared with nothing"
     else:
         assert said[1] == "first difference: step 1, load: w, rank 0"
     resumed["load"] = {"more": tensor(5), **resumed["load"]}
@@ -405,11 +413,11 @@ def test_both_sides_that_load_are_compared_as_they_are(compared):
     assert compared(a, b)[0] == "first difference: step 1, load: v: only in B"
 
 
-@pytest.mark.parametrize("entry", ["w", "w.exp_avg"])
+@pytest.mark.parametrize("entry", ["0.w", "0.w.exp_avg"])
 def test_a_rank_that_trains_a_weight_has_its_gradient_and_moments(compared, entry):
     def rank(has_it, trains=True):
         own = {entry: tensor(1)} if has_it else {}
-        weights = {"w": tensor(1)} if trains else {"v": tensor(1)}
+        weights = {"0.w": tensor(1)} if trains else {"v": tensor(1)}
         return [{"gradient": {"all": tensor(0), **own}, "optimiser": weights}]
 
     whole, lost = [rank(True)] * 3, [rank(True), rank(False), rank(False)]
@@ -469,3 +477,52 @@ def test_sums_that_round_otherwise_are_not_compared(compared):
         "first difference: step 0, optimiser: param_groups.0.lr, rank 0: 0.5 in A, 0.25 in B"
         in compared([[step(1)]], [[rate]], rounds=True)
     )
+
+
+def with_values(folder, *ranks):
+    """A record of one step in which each rank has these gradients, with their bytes."""
+    steps = []
+    for tensors in ranks:
+        entries, content = {}, b""
+        for name, numbers in tensors.items():
+            own = struct.pack(f"<{len(numbers)}f", *numbers)
+            fingerprint = zlib.crc32(own)
+            entries[name] = [f"{fingerprint:016x}", "f32", [len(numbers)], None]
+            entries[name].append([len(content), len(own)])
+            content += own
+        steps.append([{"gradient": entries}])
+    run = record(folder, *steps)
+    for rank, tensors in enumerate(ranks):
+        content = b"".join(struct.pack(f"<{len(each)}f", *each) for each in tensors.values())
+        (folder / f"rank{rank}.values").write_bytes(content)
+    return run
+
+
+def test_the_first_element_is_that_of_the_first_rank_that_differs(tmp_path):
+    a = with_values(tmp_path / "a", {"w": [0, 0, 0]}, {"w": [1, 2, 3]}, {"w": [4, 5, 6]})
+    b = with_values(tmp_path / "b", {"w": [0, 0, 0]}, {"w": [1, 7, 8]}, {"w": [9, 5, 6]})
+    result = compare_runs(a, b)
+    assert result.element == ["  element [1]: 2 in A, 7 in B; 2 of 3 elements of rank 1 differ"]
+
+
+def test_the_largest_changes_come_first_in_norms_of_a(tmp_path):
+    sizes = [5, 1, 7, 3, 9, 2, 8, 4, 6]
+    a = with_values(tmp_path / "a", {f"w{size}": [2, 0] for size in sizes})
+    b = with_values(tmp_path / "b", {f"w{size}": [2, size] for size in sizes})
+    assert compare_runs(a, b).sizes == [
+        "changes in norms of A, the largest: "
+        + ", ".join(f"w{size} {size / 2:.2g}" for size in range(9, 1, -1))
+    ]
+    c = with_values(tmp_path / "c", {"zero": [0, 0], "nan": [1, 1], "twice": [1, 3]})
+    d = with_values(tmp_path / "d", {"zero": [1, 0], "nan": [1, float("nan")], "twice": [2, 6]})
+    assert compare_runs(c, d).sizes == ["B is 2 times A: 1 tensor, twice"]
+
+
+def test_rows_and_a_batch_of_more_rows_are_no_whole():
+    def rows(*numbers):
+        return Entry(numbers, "i64", (len(numbers), 2), "rows")
+
+    large = Entry(("ff",), "i64", (2000, 2))
+    both = {rank: [rows("a", "b"), large] for rank in range(2)}
+    assert whole_of(both) == [(("a", "b"), (2, 2)), (("ff",), (2000, 2))]
+    assert whole_of({0: [rows("a"), large], 1: [rows("b"), large]}) is None

@@ -4,6 +4,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from pytest_gtrainer.graph.nodes import spell_dtype
 from pytest_gtrainer.numerics.bits import byte_view
@@ -158,6 +160,29 @@ def test_bytes_of_a_part_have_the_shape_of_the_part(tmp_path):
     (tmp_path / "rank2.values").write_bytes(bytes([0, 1, 2, 3]))
     entry = Entry(("0",), "u8", (8, 2), ((4, 0), (2, 2)), (0, 4))
     assert values_of(tmp_path, 2, entry).tolist() == [[0, 1], [2, 3]]
+
+
+@pytest.mark.gt_world("fake", size=4)
+def test_parts_of_a_tensor_are_those_of_its_own_placements(gt_world):
+    """Also where mesh and shape are the same, and one tensor comes after the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = torch.arange(12.0).view(4, 3)
+    parts = []
+    for placements in (
+        (Shard(0), Shard(0)),
+        (Shard(0), Replicate()),
+        (Shard(0), Shard(1)),
+        (Replicate(), Replicate()),
+        (Replicate(), Partial()),
+    ):
+        if Partial() in placements:
+            part = DTensor.from_local(whole, mesh, placements)
+        else:
+            part = distribute_tensor(whole, mesh, placements)
+        parts.append(entry_of(part).rest[2])
+    assert parts == [
+        *([[0, 0], [1, 3]], [[0, 0], [2, 3]], [[0, 0], [2, 2]], [[0, 0], [4, 3]], "partial"),
+    ]
 
 
 @pytest.mark.parametrize("values", [False, True])

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gtrainer.over_time.fingerprints import fingerprint, fingerprints_of_rows
+from pytest_gtrainer.over_time.fingerprints import MODULUS, fingerprint, fingerprints_of_rows
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
 
@@ -76,3 +76,31 @@ def test_a_row_has_the_fingerprint_of_the_tensor_that_it_is(width, dtype):
         words[:, [0, 1 << 18]] = rows[:, [1 << 18, 0]]
         assert not torch.equal(words, rows)
         assert all(found != fingerprints_of_rows(words))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number"),
+    [
+        (torch.uint8, 0x979EBFB3D2604B72),
+        (torch.int8, 0x979EBFB3D2604B72),
+        (torch.bool, 0xE170BDFA6D7394EA),
+        (torch.bfloat16, 0x45F6F46AA5FD1CA0),
+        (torch.float16, 0x300A92B33B33E500),
+        (torch.int32, 0x76F68638B4929C72),
+        (torch.float32, 0xF46AA5FD1CA00000),
+        (torch.float64, 0xD8F4A8CF08DC0000),
+        (torch.int64, 0x69636497759D857E),
+        (torch.complex64, 0x7770E221E0080000),
+    ],
+)
+def test_a_fingerprint_is_what_it_was_in_earlier_versions(dtype, number):
+    """Records of both are compared."""
+    given = [253, 0, 1, 100] if dtype == torch.uint8 else [-3, 0, 1, 100]
+    tensor = torch.tensor(given).to(dtype)
+    assert int(fingerprint(tensor)) % MODULUS == number
+    assert int(fingerprints_of_rows(tensor[None])[0]) % MODULUS == number
+
+
+def test_a_fingerprint_of_several_pieces_is_what_it_was():
+    tensor = torch.arange(2**18 + 3, dtype=torch.uint8)
+    assert int(fingerprint(tensor)) % MODULUS == 0x8EF1D7D423877AF0

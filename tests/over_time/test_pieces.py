@@ -114,7 +114,12 @@ VALUES = [
         [],
     ),
     *([1, 2], torch.tensor(1), torch.tensor(1.0), torch.tensor([1]), torch.tensor([1, 2])),
-    *(torch.tensor([1], dtype=torch.int32), torch.tensor([0.0]), torch.tensor([-0.0])),
+    *(
+        torch.tensor([1], dtype=torch.int32),
+        torch.tensor([0.0]),
+        torch.tensor([-0.0]),
+        torch.tensor([0], dtype=torch.int32),
+    ),
     *(torch.empty(0), torch.empty(0, 2), {"a": torch.ones(1)}, {"a": torch.zeros(1)}),
     *(numpy.array([1, 2]), numpy.array([1, 3])),
 ]

@@ -577,3 +577,24 @@ def test_weights_of_names_that_differ_in_that_of_a_wrapper(tmp_path):
     model["l"] = torch.nn.Linear(1, 1)
     _write_weights(model, tmp_path / "weights")
     assert len(torch.load(tmp_path / "weights")) == 4
+
+
+@pytest.mark.parametrize(("first", "last", "done"), [(0, 3, 0), (2, 3, 0), (2, 5, 1)])
+def test_steps_that_record_nothing_are_counted(tmp_path, first, last, done):
+    model = torch.nn.Linear(1, 1)
+    trainer = SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters()), left=done)
+
+    def step():
+        if trainer.left:
+            trainer.left -= 1
+            model(torch.ones(1, 1)).sum().backward()
+            trainer.optimizer.step()
+
+    trainer.step = step
+    runs = resuming._Runs(None, None, None, 1, 5, None, tmp_path)
+    words = (
+        f"{done} of {last - first} steps were recorded: each step() is to call backward and step "
+        "the optimizer of the trainer once"
+    )
+    with pytest.raises(NotResumed, match=f"^{re.escape(words)}$"):
+        runs._train(trainer, "resumed", first, last)

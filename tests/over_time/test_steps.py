@@ -71,6 +71,18 @@ def test_a_load_is_recorded_with_the_next_step_if_that_is_recorded(tmp_path, wha
         assert names <= run.steps[loaded_before]["load"].keys()
 
 
+def test_moments_of_all_optimisers_are_what_a_resumed_run_begins_with(tmp_path):
+    model = model_of()
+    optimizers = [torch.optim.Adam(part.parameters()) for part in model]
+    run_steps(model, optimizers, 2)
+    with record_training(model, optimizers, tmp_path / "a"):
+        run_steps(model, optimizers, 1)
+    [phases] = read_run(tmp_path / "a").steps.values()
+    weights = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    moments = [f"{name}.{key}" for name in weights for key in ("step", "exp_avg", "exp_avg_sq")]
+    assert list(phases["load"]) == [*weights, *moments]
+
+
 def test_every_name_of_a_step_of_two_optimisers_with_groups(tmp_path):
     """Parameters have the names of the model; options those of their optimiser and group."""
     model, average = model_of(), model_of(nn.Linear(2, 1))

@@ -2,9 +2,12 @@
 
 import json
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 
 from pytest_gtrainer.graphtext import parse
+from pytest_gtrainer.report import witness
 from pytest_gtrainer.report.timeline import CostModel, Span, Timeline, flops_of, timeline
 
 SLOW = CostModel(flops_per_second=1e6, bytes_per_second=4e6, link=1e6, overhead=0.0, latency=0.0)
@@ -242,3 +245,79 @@ def test_a_chrome_trace_has_a_named_lane_for_each_group_and_says_its_model(tmp_p
 def test_a_rate_of_nothing_is_refused():
     with pytest.raises(ValueError, match="a cost model's link is a rate above 0, not 0"):
         CostModel(link=0)
+
+
+COUNTS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=6)
+
+
+@hypothesis.given(COUNTS, COUNTS)
+@hypothesis.settings(deadline=None)
+def test_overlapped_seconds_are_those_in_which_both_lanes_are_busy(compute, communication):
+    """Counted second by second; each lane is a row of pauses and spans."""
+    spans, busy = [], []
+    for lane, kind, rows in (
+        ("compute", "compute", compute),
+        ("fsdp", "collective", communication),
+    ):
+        now, seconds = 0, []
+        for pause, duration in rows:
+            spans.append(Span(lane, now + pause, duration, "x", kind))
+            seconds += range(now + pause, now + pause + duration)
+            now += pause + duration
+        busy.append(seconds)
+    made = Timeline(tuple(spans), SLOW, 100.0)
+    assert made.overlapped == len(set(busy[0]) & set(busy[1]))
+    assert made.total("compute") == len(busy[0])
+    assert made.total("collective") == len(busy[1])
+
+
+def test_spans_are_one_only_if_nothing_lies_between_them():
+    def span(lane, start, duration, label="m", kind="compute"):
+        return Span(lane, start, duration, label, kind)
+
+    spans = [
+        *(span("compute", 0, 1), span("compute", 1, 2), span("compute", 4, 1)),
+        *(span("compute", 5, 1, "other"), span("compute", 6, 1, "other", "exposed")),
+        *(span("ep", 0, 1, "m", "collective"), span("ep", 1, 1, "m", "collective")),
+    ]
+    made = Timeline(tuple(reversed(spans)), SLOW, 7.0)
+    assert made.lanes == ("compute", "ep")
+    assert made.merged() == [span("compute", 0, 3), *spans[2:]]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 9])
+def test_the_longest_spans_of_a_schedule_are_shown_and_the_others_counted(monkeypatch, most):
+    monkeypatch.setattr(witness, "_MOST_SPANS", most)
+    gm = parse(TWO_GROUPS.format(second="fsdp"))
+    longest = sorted(timeline(gm).merged(), key=lambda span: -span.duration)[:most]
+    found = witness.describe_schedule(gm, None)
+    assert len(found["spans"]) == min(most, 5)
+    assert found["left_out"] == 5 - len(found["spans"])
+    shown = sorted((duration for _, _, duration, _, _ in found["spans"]), reverse=True)
+    assert shown == [round(span.duration * 1e6, 3) for span in longest]
+    places = [row[:2] for row in found["spans"]]
+    assert places == sorted(places)
+    assert (found["lanes"], found["model"]) == (["compute", "fsdp"], str(CostModel()))
+    assert found["summary"] == timeline(gm).summary
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan")])
+@pytest.mark.parametrize("name", ["flops_per_second", "bytes_per_second", "link"])
+def test_a_rate_is_above_zero(name, value):
+    with pytest.raises(ValueError, match=f"^a cost model's {name} is a rate above 0, not {value}$"):
+        CostModel(**{name: value})
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["overhead", "latency"])
+def test_a_time_is_a_number_of_seconds(name, value):
+    words = f"^a cost model's {name} is a number of seconds, 0 or more, not {value}$"
+    with pytest.raises(ValueError, match=words):
+        CostModel(**{name: value})
+    CostModel(**{name: 0.0})
+
+
+def test_a_model_in_words():
+    assert str(CostModel(1e12, 2e9, 3e-6, 4e9, 5e-6)) == (
+        "1e+12 flop/s, memory 2e+09 B/s, link 4e+09 B/s, 3 µs a kernel, 5 µs a collective"
+    )

@@ -27,11 +27,13 @@ from pytest_gtrainer.attack.queues import (
     rings_of_luck,
 )
 from pytest_gtrainer.graph.collectives import (
+    communicates_unseen,
     group_of,
     kind_of,
     launches,
     ranks_given,
     reduction_of,
+    unseen,
 )
 from pytest_gtrainer.graph.foreign import AnyGraph, adopt
 from pytest_gtrainer.graph.nodes import (
@@ -47,7 +49,15 @@ from pytest_gtrainer.graph.same_on_ranks import dtype_text, nodes_within, value_
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
 _FUNCTIONAL = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
-_EVEN = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+_EVEN = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "reduce_",
+    "gather_",
+    "scatter_",
+)
 """Collectives whose payloads have one size on all ranks."""
 _CALL_ONCE = ("invoke_subgraph", "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint")
 """Higher-order operators that run their graph once, where they are called."""
@@ -120,8 +130,8 @@ def assert_no_deadlock(
     Raises:
         Deadlock: the cycle of ranks, each with the node and module where it waits; or two ranks
             that call different collectives, or exchange what does not fit.
-        ValueError: no graph communicates, a group is unknown, no graph uses one of ``groups``, or
-            there is no world.
+        ValueError: no graph communicates, or a node does that calls no operator; a group is
+            unknown, no graph uses one of ``groups``, or there is no world.
     """
     __tracebackhide__ = True
     by_rank = _by_rank(graphs)
@@ -288,6 +298,8 @@ class _Reader:
             # Only functional collectives return before they are complete.
             if not is_functional(node):
                 steps.append(Wait(len(steps) - 1))
+        elif communicates_unseen(node):
+            raise unseen(node)
 
     def _communicates_inside(self, node: fx.Node) -> bool:
         """Return whether a graph that a node calls communicates or waits.
@@ -494,16 +506,18 @@ def _end(kind: str, place: int, ranks: Sequence[int], node: fx.Node) -> Send | R
     """Return the end of a message; its other rank is counted in the group.
 
     Raises:
-        ValueError: the group has no such rank.
+        ValueError: the group has no such rank, or the node neither sends nor receives.
     """
     if not 0 <= place < len(ranks):
         raise ValueError(
             f"{node.name} names rank {place} of a group of {len(ranks)}: ranks of messages are "
             "counted in their group"
         )
-    if "send" in kind:
+    if kind in ("isend", "send"):
         return Send(ranks[place])
-    return Receive(ranks[place])
+    if kind in ("irecv", "recv_"):
+        return Receive(ranks[place])
+    raise ValueError(f"{node.name} has the operation {kind!r}: a message is an isend or an irecv")
 
 
 def _ends(node: fx.Node, ranks: Sequence[int]) -> list[tuple[Send | Receive, int, Any]]:
@@ -553,18 +567,21 @@ def _payload(node: fx.Node) -> str:
     if reduction is not None:
         parts.append(reduction)
 
-    root = argument_of(node, "src", "root", "dst")
+    root = argument_of(node, "src", "root", "dst", "root_rank")
     if root is not None:
         parts.append(f"root {root}")
 
-    # The first argument is what is sent, or a list of it.
-    for operand in leaves_of(node.args[:1]):
+    # The first argument is what is sent, or a list of it; of a scatter, what each rank receives.
+    sent = node.args[:1]
+    if short_name(node) == "gather_":
+        sent = [argument_of(node, "input_tensors")]  # its first argument is for the root alone
+    for operand in leaves_of(sent):
         if not isinstance(operand, fx.Node):
             continue
         value = operand.meta.get("val")
         if isinstance(value, Tensor):
             size = ""
-            if kind_of(node) in _EVEN:
+            if (kind_of(node) or short_name(node)) in _EVEN:
                 size = f"[{value.numel()}]"
             parts.append(f"{dtype_text(value)}{size}")
 

@@ -37,7 +37,8 @@ from pytest_gtrainer._torch.values import (
     takes_numbers,
 )
 from pytest_gtrainer.checks.subject import CheckError, Predicate, Subject, Unknown, worst_of
-from pytest_gtrainer.graph.nodes import leaves_of, tensors_in, value_of
+from pytest_gtrainer.graph.collectives import communicates_unseen
+from pytest_gtrainer.graph.nodes import COMMUNICATING, leaves_of, tensors_in, value_of
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.literals import CONSTANTS, spell_literal
 from pytest_gtrainer.graphtext.operators import FUNCTIONS, Group, function_of, operator_of, word
@@ -111,9 +112,17 @@ class OperatorPattern(Predicate):
                 if _fits(self.text, called.text.split("."), called.short):
                     return Unknown(f"{words}, and it is given {called.text} to call")
 
+        if communicates_unseen(node) and self._asks_for_communication():
+            return Unknown(f"{words}, and it communicates and is no operator: trace the graph")
         if self._may_become(node):
             return Unknown(f"{words}, which it may call: write `{found.short}` to ask for both")
         return words
+
+    def _asks_for_communication(self) -> bool:
+        for path, name in _known_operators(self.text):
+            if path[0] in COMMUNICATING and _fits(self.text, path, name):
+                return True
+        return False
 
     def _may_become(self, node: fx.Node) -> bool:
         """Return whether a method or function of torch is named as the ATen operator asked for.

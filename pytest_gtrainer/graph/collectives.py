@@ -20,7 +20,7 @@ from pytest_gtrainer._torch.passes import (
     is_control_dependency,
 )
 from pytest_gtrainer._torch.process_groups import name_of_group, spell_reduction
-from pytest_gtrainer._torch.values import OpOverload, pytree, schema
+from pytest_gtrainer._torch.values import OpOverload, OpOverloadPacket, pytree, schema
 from pytest_gtrainer.graph.nodes import (
     COMMUNICATING,
     argument_of,
@@ -135,6 +135,42 @@ def launches(target: Any) -> bool:
     # Torch's packing operators take a group, too, and start nothing.
     takes_group = any(argument.name == "group_name" for argument in schema(target).arguments)
     return takes_group and space != "bucketing"
+
+
+def communicates_unseen(node: fx.Node) -> bool:
+    """Return whether a node communicates, as far as its name says, and calls no operator.
+
+    ``symbolic_trace``, and passes that forget ``.default``, call packets of operators, and Python
+    functions as ``dist.all_reduce``.
+    """
+    target: Any = node.target
+    if node.op != "call_function" or isinstance(target, OpOverload):
+        return False
+    if isinstance(target, OpOverloadPacket):
+        return any(launches(getattr(target, name)) for name in target.overloads())
+    home, name = getattr(target, "__module__", None), getattr(target, "__name__", "")
+    is_of_distributed = (home or "").startswith("torch.distributed.")
+    return is_of_distributed and not name.startswith(("_", "get_", "is_"))
+
+
+def unseen(node: fx.Node) -> PlanError:
+    """Return the error that refuses such a node."""
+    name = getattr(node.target, "__qualname__", str(node.target))
+    return PlanError(
+        f"{node.name} calls {name}, which is no operator, so nobody can say what it communicates: "
+        "trace the graph (trace_step, make_fx), or call an overload, all_reduce.default"
+    )
+
+
+def refuse_unseen(gm: fx.GraphModule) -> None:
+    """Refuse a graph with communication that its operators do not show.
+
+    Raises:
+        PlanError: it has; the message names the node.
+    """
+    for node in gm.graph.nodes:
+        if communicates_unseen(node):
+            raise unseen(node)
 
 
 def is_message(node: fx.Node) -> bool:

@@ -32,6 +32,7 @@ from pytest_gtrainer.graph.collectives import (
     output_name,
     ranks_given,
     reduction_of,
+    refuse_unseen,
     results_of,
     wait_of,
 )
@@ -159,13 +160,15 @@ def bucket_layout(gm: AnyGraph, *, names: Names | None = None) -> BucketLayout:
     collective is one payload for each tensor. ``names`` as for ``graphtext.render``.
 
     Raises:
-        PlanError: a collective of parameters or gradients has no wait.
+        PlanError: a collective of parameters or gradients has no wait, or a node communicates and
+            calls no operator.
         UnreadLayout: the places of parameters or gradients in a collective cannot be read: the
             message names the node.
         ValueError: a process group of the graph does not exist here, and no text that it was parsed
             from said its ranks.
     """
     gm = adopt(gm, names)
+    refuse_unseen(gm)
     reader = _Reader(gm)
     reader.refuse_nested(gm)
     payloads: list[Payload] = []

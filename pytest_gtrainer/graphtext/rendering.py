@@ -20,6 +20,7 @@ from torch import fx
 from pytest_gtrainer._torch.graph_modules import result_structure
 from pytest_gtrainer._torch.graph_text import hooks_of
 from pytest_gtrainer.graph.bucket_plan import managed_order
+from pytest_gtrainer.graph.collectives import refuse_unseen
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopt
 from pytest_gtrainer.graph.layout import BucketLayout, bucket_layout
 from pytest_gtrainer.graph.nodes import bodies_of, held, node_fqn, spell_dtype
@@ -127,6 +128,7 @@ def _draw(gm: fx.GraphModule, view: str, mesh: Mapping[str, int], sizes: str = "
     if view == "full":
         return _full(gm, mesh, Backed(sizes), is_body=False)
     if view == "schedule":
+        refuse_unseen(gm)
         return schedule_view.draw(gm, mesh)
     if view == "layout":
         # Of groups with the same ranks, the first one names them.

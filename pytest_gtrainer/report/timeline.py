@@ -45,7 +45,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from pytest_gtrainer._torch.tracing import GuardOnDataDependentSymNode
-from pytest_gtrainer.graph.collectives import group_of, kind_of
+from pytest_gtrainer.graph.collectives import group_of, kind_of, refuse_unseen
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopt
 from pytest_gtrainer.graph.nodes import direction, is_wait, node_fqn
 from pytest_gtrainer.graph.packing import nbytes_of
@@ -252,10 +252,12 @@ def timeline(
         names: what the inputs are, if the graph does not say it.
 
     Raises:
+        PlanError: a node communicates and calls no operator.
         ValueError: the cost of a collective is not known: the graph does not say its group or its
             payload.
     """
     gm = adopt(gm, names)
+    refuse_unseen(gm)
     model = model or CostModel()
     groups = groups_of(gm, mesh or {})
     now = 0.0  # the time of the compute lane

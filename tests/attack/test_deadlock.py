@@ -453,6 +453,47 @@ def test_roots_and_sizes_of_a_broadcast_are_compared():
         assert_no_deadlock({0: one, 1: other}, groups=GROUPS)
 
 
+def in_place(kind, rows, root):
+    """Return what c10d's operator is given; ``wide`` rows for each rank of a scatter or gather."""
+    each = [["wide", "wide"]]
+    arguments = {
+        "broadcast_": ([rows], "pp", root, 0),
+        "reduce_": ([rows], "pp", "sum", root, 0),
+        "gather_": (each, [rows], "pp", root),
+        "scatter_": ([rows], each, "pp", root),
+    }
+    graph = fx.Graph()
+    inputs = {}
+    for name, size in (("few", 2), ("wide", 4)):
+        inputs[name] = graph.placeholder(name)
+        inputs[name].meta["val"] = torch.empty(size, device="meta")
+    given = torch.utils._pytree.tree_map(lambda each: inputs.get(each, each), arguments[kind])
+    graph.call_function(getattr(torch.ops.c10d, kind).default, given)
+    graph.output(())
+    return fx.GraphModule({}, graph)
+
+
+@pytest.mark.parametrize("kind", ["broadcast_", "reduce_", "gather_", "scatter_"])
+def test_roots_and_sizes_of_operators_in_place_are_compared(kind):
+    one = in_place(kind, "few", 0)
+    assert_no_deadlock({0: one, 1: one}, groups=GROUPS)
+    with pytest.raises(Deadlock, match=r"root 0 .*root 1 "):
+        assert_no_deadlock({0: one, 1: in_place(kind, "few", 1)}, groups=GROUPS)
+    with pytest.raises(Deadlock, match=r"root 0 float32\[2\] .*root 0 float32\[4\]"):
+        assert_no_deadlock({0: one, 1: in_place(kind, "wide", 0)}, groups=GROUPS)
+
+
+def test_a_batch_of_what_is_no_message():
+    graph = fx.Graph()
+    rows = graph.placeholder("rows")
+    arguments = ["gather"], [1], [0], [rows], "pp"
+    graph.call_function(functional.batch_p2p_ops.default, arguments)
+    graph.output(())
+    odd = fx.GraphModule({}, graph)
+    with pytest.raises(ValueError, match="has the operation 'gather': a message is an isend or an"):
+        assert_no_deadlock({0: odd, 1: odd}, groups=GROUPS)
+
+
 @pytest.mark.parametrize(
     ("graphs", "options", "says"),
     [

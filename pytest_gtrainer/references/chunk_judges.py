@@ -382,42 +382,47 @@ class ForwardJudge(TorchDispatchMode):
                 self.row_numbers.add(self._key(result))
 
     def _recognise_indexing(self, call: Call, given: Any, named: Any) -> tuple[Any, Any]:
-        """Return the arguments with what an indexing operator shows of tensors without rows.
+        """Return the arguments, with what an indexing operator shows of them.
 
-        These are made by the forward, with sizes that have become numbers: row numbers that choose
-        rows, and memory that rows are written to.
+        A forward makes these tensors of sizes that have become plain numbers. So nothing was known
+        of them, until they index or are indexed along the chunk dimension:
+
+        - ``arange(len(x))``, one index for each row: ROW_NUMBERS;
+        - an order that a router has made of its counts, for rows in such an order: ROUTING;
+        - ``zeros(len(x), 8)``, to which rows are written: UNIFORM, before they come.
         """
         if call.name not in mixing.INDEXING:
             return given, named
         into, chosen = indices_of(call)
-        found: dict[int, RowInfo] = {}
         is_own = has_memory(into.value) and storage_id(into.value) in self.kept
+        found: dict[int, RowInfo] = {}  # by the id of the tensor
         for dim, index in chosen:
             extent = 0  # of a scalar
             if into.value.ndim:
                 extent = into.value.shape[dim]
-            has_an_index_per_row = index.value.shape[:1] == (extent,)
-            is_numbers = index.known is None and self._key(index.value) in self.row_numbers
-            if is_numbers and has_an_index_per_row:
-                found[id(index.value)] = Rows((0,), Content.ROW_NUMBERS)
-            # An order of rows that counts of the data have made, as a router's sort does.
-            is_routed = (
-                isinstance(into.known, Rows)
-                and into.known.content is Content.ROUTED
-                and dim in into.known.dims
-            )
-            if is_routed and isinstance(index.known, Statistic) and has_an_index_per_row:
-                found[id(index.value)] = Rows((0,), Content.ROUTING)
-            # A buffer that the forward has made for its rows: it has no rows before they come.
-            has_rows = index.known is not None or id(index.value) in found
-            is_extent_of_rows = type(extent) is int and extent in self.extents
-            if into.known is None and has_rows and is_own and is_extent_of_rows:
+            if index.value.shape[:1] == (extent,):
+                content = self._content_of_index(index, into.known, dim)
+                if content is not None:
+                    found[id(index.value)] = Rows((0,), content)
+
+            is_by_rows = index.known is not None or id(index.value) in found
+            has_extent_of_rows = type(extent) is int and extent in self.extents
+            if into.known is None and is_own and is_by_rows and has_extent_of_rows:
                 found[id(into.value)] = Rows((dim,), Content.UNIFORM)
 
         def recognised(operand: Operand) -> Operand:
             return replace(operand, known=found.get(id(operand.value), operand.known))
 
         return pytree.tree_map_only(Operand, recognised, (given, named))
+
+    def _content_of_index(self, index: Operand, into: RowInfo, dim: int) -> Content | None:
+        """Return what an index with one entry for each place of ``dim`` holds, if it shows."""
+        if index.known is None and self._key(index.value) in self.row_numbers:
+            return Content.ROW_NUMBERS
+        is_routed = isinstance(into, Rows) and into.content is Content.ROUTED and dim in into.dims
+        if is_routed and isinstance(index.known, Statistic):
+            return Content.ROUTING
+        return None
 
     def _dims(
         self, call: Call, given: Any, named: Any, results: Sequence[Tensor]

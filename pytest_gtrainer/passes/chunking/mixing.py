@@ -129,7 +129,10 @@ class Call:
     Attributes:
         arguments: the arguments by the names of the schema.
         name: the operator without namespace and overload; with its namespace if it is not torch's.
-        counts_rows: a number among the arguments depends on how many rows there are.
+        operands: its tensors and nodes.
+        counts_rows: a number among the arguments depends on how many rows there are. Not known
+            without ``part``.
+        pointwise: it treats each element by itself.
         is_backward: it is the backward of an operator in the tables, whose rows it has.
         rule: the words and dimensions of the operator in the tables, or those of its forward.
     """
@@ -143,31 +146,15 @@ class Call:
         part: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
     ) -> None:
         self.target, self.results = target, results
-        self.arguments: dict[str, Any] = {str(place): value for place, value in enumerate(args)}
-        self.arguments.update(kwargs)
-        self.name, self.full_name = str(getattr(target, "__name__", target)), str(target)
-        self.counts_rows = self.pointwise = False
-        if isinstance(target, HigherOrderOperator):
-            self.name = self.full_name = target.name()
-        elif isinstance(target, OpOverload):
-            self.pointwise = torch.Tag.pointwise in target.tags
-            self.name = self.full_name = schema(target).name
-            namespace, _, name = self.full_name.partition("::")
-            if namespace in _NAMESPACES:
-                # ``add_`` mixes rows as ``add`` does.
-                self.name = name if name.startswith("__") else name.removesuffix("_")
-            self.arguments = named_arguments(target, args, kwargs)
-            in_part = self.arguments if part is None else named_arguments(target, *part)
-            for argument in schema(target).arguments:
-                ours, theirs = self.arguments[argument.name], in_part[argument.name]
-                # Numbers of these types enter the arithmetic. An int is a dimension or a size,
-                # which a chunk has of its own.
-                if re.search("number|float|Tensor", str(argument.type)):
-                    are_numbers = isinstance(ours, int | float) and isinstance(theirs, int | float)
-                    self.counts_rows |= are_numbers and ours != theirs
+        self.name, self.full_name = _names_of(target)
+        self.arguments = _arguments_by_name(target, args, kwargs)
+        self.counts_rows = False
+        if part is not None:
+            self.counts_rows = _counts_rows(target, self.arguments, part)
+        is_tagged = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
+        self.pointwise = is_tagged or self.name in _POINTWISE
         leaves = pytree.tree_leaves([args, kwargs])
         self.operands = [leaf for leaf in leaves if isinstance(leaf, Operand)]
-        self.pointwise |= self.name in _POINTWISE
         # ``_softmax_backward_data`` is the backward of ``_softmax``.
         forward = self.name.replace("_backward_data", "").replace("_backward", "")
         self.is_backward = forward != self.name and forward in _RULES.keys() | _WITH_BACKWARD
@@ -189,6 +176,49 @@ class Call:
             if isinstance(operand.value, torch.Tensor):
                 return operand.value.ndim
         return 0
+
+
+def _names_of(target: Any) -> tuple[str, str]:
+    """Return ``Call.name`` and the name with the namespace: "add" and "aten::add_"."""
+    if isinstance(target, HigherOrderOperator):
+        return target.name(), target.name()
+    if not isinstance(target, OpOverload):
+        return str(getattr(target, "__name__", target)), str(target)
+    full_name = schema(target).name
+    namespace, _, name = full_name.partition("::")
+    if namespace not in _NAMESPACES:
+        return full_name, full_name
+    if not name.startswith("__"):
+        name = name.removesuffix("_")  # ``add_`` mixes rows as ``add`` does
+    return name, full_name
+
+
+def _arguments_by_name(
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return arguments by the names of the schema; without a schema, those by place are numbered."""
+    if isinstance(target, OpOverload):
+        return named_arguments(target, args, kwargs)
+    return {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+
+
+def _counts_rows(
+    target: Any, whole: Mapping[str, Any], part: tuple[Sequence[Any], Mapping[str, Any]]
+) -> bool:
+    """Return whether a number that an operator computes with is another one for a chunk."""
+    if not isinstance(target, OpOverload):
+        return False
+    of_part = named_arguments(target, *part)
+    for argument in schema(target).arguments:
+        # Numbers of these types are computed with. An int is a dimension or a size, which a chunk
+        # has of its own.
+        if not re.search("number|float|Tensor", str(argument.type)):
+            continue
+        ours, theirs = whole[argument.name], of_part[argument.name]
+        are_numbers = isinstance(ours, int | float) and isinstance(theirs, int | float)
+        if are_numbers and ours != theirs:
+            return True
+    return False
 
 
 Rule = Callable[[Call], Iterable[int]]
@@ -807,54 +837,94 @@ def _front_of(call: Call, value: Any, dim: int) -> int:
 
 
 def _content_of(call: Call, has_statistics: bool, value: Any) -> Content:
-    """Return what the rows of a result hold."""
+    """Return the content of a result that has rows. The first line that fits decides:
+
+    - looked up or written to: as ``_content_of_indexed`` says;
+    - bools of row numbers, which pick rows by them, as ``arange(len(x)) < 2``: POSITIONAL;
+    - integers computed across rows, or of data and row numbers: ROUTING;
+    - rows that ranks exchange, as many as their routers have counted: ROUTED;
+    - computed of data: that of the operands, DATA before ROUTED before ROUTING;
+    - neither of row numbers nor of their count: UNIFORM;
+    - a copy or a view of row numbers: ROW_NUMBERS;
+    - else POSITIONAL.
+    """
     contents = {known.content for _, known in call.rows()}
     if call.name in INDEXING:
         return _content_of_indexed(call, contents, is_inexact(value))
     is_positional = call.counts_rows or not contents.isdisjoint(_OF_A_CHUNK)
     has_data = not contents <= _WITHOUT_DATA
     if not is_inexact(value):
-        is_across = has_statistics or Content.ROUTING in contents
-        if call.name in _ALONG and call.ndim:
-            dims = {dim % call.ndim for dim in _ALONG[call.name][1](call)}
-            is_across |= any(dims.intersection(known.dims) for _, known in call.rows())
         if is_positional and getattr(value, "dtype", None) is torch.bool:
-            return Content.POSITIONAL  # a mask as ``arange(B) < 2`` picks rows by their numbers
-        if is_across or (has_data and is_positional):
+            return Content.POSITIONAL
+        is_across_rows = has_statistics or Content.ROUTING in contents or _works_along_rows(call)
+        if is_across_rows or (has_data and is_positional):
             return Content.ROUTING
     if call.name == "all_to_all_single":
-        return Content.ROUTED  # ranks exchange as many rows as their routers have counted
+        return Content.ROUTED
     if has_data or not is_positional:
         return _first_of(contents)
-    if contents == {Content.ROW_NUMBERS} and not call.counts_rows:
-        is_copy = is_view(call.target) or call.name in ("_to_copy", "clone")
-        if is_copy and value.numel() == call.rows()[0][0].value.numel():
-            return Content.ROW_NUMBERS
+    is_of_row_numbers = contents == {Content.ROW_NUMBERS} and not call.counts_rows
+    if is_of_row_numbers and _copies_all(call, value):
+        return Content.ROW_NUMBERS
     return Content.POSITIONAL
 
 
+def _works_along_rows(call: Call) -> bool:
+    """Return whether an operator, such as ``cumsum``, works along the chunk dimension."""
+    if call.name not in _ALONG or not call.ndim:
+        return False
+    _, rule = _ALONG[call.name]
+    dims = {dim % call.ndim for dim in rule(call)}
+    return any(dims.intersection(known.dims) for _, known in call.rows())
+
+
+def _copies_all(call: Call, value: Any) -> bool:
+    """Return whether a result has all numbers of its operand, and no others."""
+    if not (is_view(call.target) or call.name in ("_to_copy", "clone")):
+        return False
+    return bool(value.numel() == call.rows()[0][0].value.numel())
+
+
 def _content_of_indexed(call: Call, contents: set[Content], is_float: bool) -> Content:
-    """Return what rows hold that are looked up or written to."""
+    """Return the content of the result of an indexing operator.
+
+    - a table without rows: ``table[tokens]`` is DATA, ``table[arange(len(x))]`` POSITIONAL; rows
+      that are written to one are ROUTED;
+    - rows that the data choose: ``x[order]`` is ROUTED, ``arange(len(x))[order]`` ROUTING, and so
+      is the count ``zeros(len(x)).index_add_(0, experts, ones(len(x)))``;
+    - other rows keep their content, unless they are UNIFORM: then it is that of what is written.
+
+    Args:
+        contents: of all operands that have rows.
+        is_float: the result has floating-point numbers.
+    """
     into, chosen = indices_of(call)
+    is_write = call.name in _WRITES
     if not isinstance(into.known, Rows):
-        if call.name in _WRITES:
+        if is_write:
             return Content.ROUTED
         return Content.POSITIONAL if contents <= _OF_A_CHUNK else _first_of(contents)
-    held = into.known.content
-    for dim, index in chosen:
-        if dim not in into.known.dims or not isinstance(index.known, Rows):
-            continue
-        if index.known.content not in _WITHOUT_DATA:  # the data choose rows
-            if held in _OF_A_CHUNK:
-                return Content.POSITIONAL if is_float else Content.ROUTING
-            if call.name in _WRITES and _contents_beside_indices(call) <= _WITHOUT_DATA:
-                return Content.ROUTING  # it counts rows, as ``zeros.index_add_(0, experts, ones)``
-            return Content.ROUTING if held is Content.ROUTING else Content.ROUTED
-    if held is not Content.UNIFORM:
-        return held
+
+    before = into.known.content
+    if _data_choose_rows(into.known, chosen):
+        if before in _OF_A_CHUNK:
+            return Content.POSITIONAL if is_float else Content.ROUTING
+        counts = is_write and _contents_beside_indices(call) <= _WITHOUT_DATA
+        return Content.ROUTING if counts or before is Content.ROUTING else Content.ROUTED
+    if before is not Content.UNIFORM:
+        return before
     if contents <= _WITHOUT_DATA and contents != {Content.UNIFORM}:
         return Content.POSITIONAL
     return _first_of(contents)
+
+
+def _data_choose_rows(into: Rows, chosen: Sequence[tuple[int, Operand]]) -> bool:
+    """Return whether an index into the chunk dimension depends on data."""
+    for dim, index in chosen:
+        content = index.known.content if isinstance(index.known, Rows) else Content.UNIFORM
+        if dim in into.dims and content not in _WITHOUT_DATA:
+            return True
+    return False
 
 
 def _first_of(contents: set[Content]) -> Content:

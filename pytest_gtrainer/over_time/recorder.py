@@ -2,8 +2,7 @@
 
 ``record_training`` is the library's form; the command ``record`` runs a script with a ``Recorder``
 that finds model and optimisers by itself. It hooks modules and optimisers as torch offers it to
-everybody, and watches ``backward``. A *step* begins with the first forward under gradients after an
-optimiser has stepped. Its phases are, in order:
+everybody, and watches ``backward``. The phases of a *step* are, in order:
 
 - load: modules beside the model; in the first recorded step, and after a state dict has been
   loaded, also weights, buffers and moments
@@ -14,6 +13,17 @@ optimiser has stepped. Its phases are, in order:
 - gradient: gradients as backward leaves them
 - clip: gradients as the optimiser takes them
 - optimiser: the options of the step, and weights, buffers and moments after it
+
+No hook says that a step is over: an optimiser that has stepped may be one of several. So the next
+*step* begins at the first of these events, whichever a trainer shows:
+
+- the model is called under gradients, after an optimiser has stepped;
+- a backward begins, after all optimisers have stepped: compiled code shows no forward;
+- an optimiser begins to step that has stepped before in this step.
+
+The first step, and with it the recording, begins where the model is called, or else (the model is
+compiled, or an optimiser was made too late for that) behind the first backward that reaches it, or
+else where an optimiser steps.
 """
 
 import fnmatch
@@ -125,16 +135,16 @@ class Recorder:
         self.every, self.activations = every, activations
         self.writer = Writer(folder, values=values)
         self.step = self.recorded = 0
-        self.has_failed = self.is_over = self.begun = self.is_recorded = self.is_inside = False
+        self.has_failed = self.is_over = self.begun = self.is_recorded = self.is_in_forward = False
         self.is_training = self.had_backward = self.has_loaded = False
         self.model: nn.Module | None = None
         self.optimizers: list[Optimizer] = []
         self.beside: list[tuple[str, nn.Module]] = []
         # Modules of this process that are older than the script which is recorded.
         self.earlier: WeakSet[nn.Module] = WeakSet()
-        self.stepped: set[int] = set()
-        # Optimisers that have stepped since the last backward.
-        self.spent: set[int] = set()
+        # Ids of optimisers.
+        self.stepped_in_step: set[int] = set()
+        self.stepped_since_backward: set[int] = set()
         self.looked_at: WeakSet[nn.Module] = WeakSet()
         self.looks = 0
         self.phases: dict[str, dict[str, Any]] = {}
@@ -192,11 +202,11 @@ class Recorder:
         handles: list[RemovableHandle] = []
         missed = set(self.activations)
         for name, module in model.named_modules():
-            is_entered = any(module is each for each in (model, called))
-            if is_entered:
+            is_called = any(module is each for each in (model, called))
+            if is_called:
                 # Before the hook of FSDP2, which puts other parameters into the module.
-                enter = _HookOfModule(self._enter)
-                handles.append(module.register_forward_pre_hook(enter, prepend=True))
+                before = _HookOfModule(self._before_forward)
+                handles.append(module.register_forward_pre_hook(before, prepend=True))
             is_chosen = False
             for pattern in self.activations:
                 # Patterns are written for the model, whatever it is wrapped into.
@@ -207,10 +217,10 @@ class Recorder:
             if is_chosen:
                 hook = _HookOfModule(partial(self._activation, name or "the whole model"))
                 handles.append(module.register_forward_hook(hook))
-            if is_entered:
+            if is_called:
                 # Behind the hook that records what this module returns.
-                leave = _HookOfModule(self._leave)
-                handles.append(module.register_forward_hook(leave, with_kwargs=True))
+                after = _HookOfModule(self._after_forward)
+                handles.append(module.register_forward_hook(after, with_kwargs=True))
         self._until_stop(handles)
         handles = [model.register_load_state_dict_post_hook(_HookOfModule(self._loaded))]
         for optimizer in self.optimizers:
@@ -229,7 +239,7 @@ class Recorder:
         if found.is_trained(module):
             self._find(found.outermost(module), module)
             # Hooks that are made within a call are not called before it.
-            self._enter_training()
+            self._begin_forward()
             return
         # A teacher, or a first call that shows shapes. The module itself may get an optimiser
         # later; what it calls is not looked at again.
@@ -245,7 +255,14 @@ class Recorder:
         self.attach(model, called)
         self.beside = list(found.modules_beside(model, self.earlier))
 
-    def _begin(self) -> None:
+    def _begin_step(self, *, is_next: bool) -> None:
+        """Begin the recording, if it has not begun; otherwise the next step, if ``is_next``."""
+        if not self.begun:
+            self._begin_recording()
+        elif is_next:
+            self._begin_next_step()
+
+    def _begin_recording(self) -> None:
         """Write the header, and what the first step starts with."""
         self.begun = self.is_recorded = True
         # A resumed run counts on from the steps that its optimisers have taken.
@@ -257,10 +274,10 @@ class Recorder:
         self._add_loaded()
         self._add_beside()
 
-    def _next_step(self) -> None:
+    def _begin_next_step(self) -> None:
         self.step += 1
         # What was gathered since the last line belongs to a step that nobody ended.
-        self.stepped.clear()
+        self.stepped_in_step.clear()
         self.phases = {}
         # A resumed run records the same steps as the whole one.
         self.is_recorded = self.step % self.every == 0
@@ -308,41 +325,38 @@ class Recorder:
             return f"not recorded: {error}"
 
     @_hook(always=True)
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
         if self.is_training:
-            self._enter_training()
+            self._begin_forward()
 
-    def _enter_training(self) -> None:
-        self.is_inside = True
-        if not self.begun:
-            self._begin()
-        elif self.stepped:
-            self._next_step()
+    def _begin_forward(self) -> None:
+        self.is_in_forward = True
+        self._begin_step(is_next=bool(self.stepped_in_step))
         if self.is_recorded and "random" not in self.phases:
             self._add("random", random_state().items())
 
     @_hook(always=False)
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self.is_inside:
+    def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self.is_in_forward:
             for name, tensor in _tensors((args, kwargs)):
                 self._add_call("data", f"input {name}", self._entry(tensor, rows=True))
-        self.is_inside = False
+        self.is_in_forward = False
 
     @_hook(always=False)
     def _activation(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         # A checkpointed module runs again in the backward: that is outside.
-        if self.is_inside:
+        if self.is_in_forward:
             for path, tensor in _tensors(output):
                 self._add_call("forward", f"{name}{path}", self._entry(tensor))
 
     @_hook(always=True)
     def _before_backward(self, roots: list[Tensor]) -> None:
         self.had_backward = True
-        self.spent.clear()
+        self.stepped_since_backward.clear()
         self.places["backward"] = line_of_user()
         # Compiled code shows no forward: then the backward is the first that is seen of a step.
-        if self.stepped and self.stepped.issuperset(map(id, self.optimizers)):
-            self._next_step()
+        if self.stepped_in_step and self.stepped_in_step.issuperset(map(id, self.optimizers)):
+            self._begin_next_step()
         if not self.begun:
             self.phases.clear()  # the backward before was of another model
         elif not self.is_recorded:
@@ -364,7 +378,7 @@ class Recorder:
         if self.model is not None and not self.begun:
             if all(parameter.grad is None for parameter in self.model.parameters()):
                 return
-            self._begin()
+            self._begin_recording()
         # DDP and FSDP reduce until a backward returns: hooks of parameters would be too early. Of
         # several backwards of a step, the last leaves the sum.
         if self.model is not None and self.is_recorded:
@@ -376,13 +390,11 @@ class Recorder:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _has_closure(args, kwargs):
             # Forward and backward come within the step, and then what they leave for it.
-            if self.model is not None and not self.begun:
-                self._begin()
-            elif id(optimizer) in self.stepped:
-                self._next_step()
+            if self.model is not None or self.begun:
+                self._begin_step(is_next=id(optimizer) in self.stepped_in_step)
         elif self._is_trained_by(optimizer):
             self.places["step"] = line_of_user()
-            self._prepare(optimizer)
+            self._begin_step_of(optimizer)
             self._add_gradients(optimizer)
 
     @_hook(always=True)
@@ -391,10 +403,10 @@ class Recorder:
             return
         if _has_closure(args, kwargs):
             self.places["step"] = line_of_user()
-            self._prepare(optimizer)
+            self._begin_step_of(optimizer)
             self._add_gradients(optimizer)
-        self.spent.add(id(optimizer))
-        self.stepped.add(id(optimizer))
+        self.stepped_since_backward.add(id(optimizer))
+        self.stepped_in_step.add(id(optimizer))
         if not self.is_recorded:
             return
         self._add("optimiser", self._options(optimizer))
@@ -402,25 +414,22 @@ class Recorder:
         self._add("optimiser", self._untrained())
         self._add("optimiser", self._moments(optimizer))
         self.writer.step(self.step, self.phases, self.places)
-        self.recorded += len(self.stepped) == 1
+        self.recorded += len(self.stepped_in_step) == 1
         self.phases = {}
 
     def _is_trained_by(self, optimizer: Optimizer) -> bool:
         # Checkpoints of torch step an optimiser to make its state, of which plain SGD has none: so
         # they do it each time. No backward precedes that.
-        return self.had_backward and id(optimizer) not in self.spent
+        return self.had_backward and id(optimizer) not in self.stepped_since_backward
 
-    def _prepare(self, optimizer: Optimizer) -> None:
-        """Begin the recording, or the next step, if no forward has done it."""
+    def _begin_step_of(self, optimizer: Optimizer) -> None:
+        """Begin a step if nothing has before ``optimizer`` steps; find the model by it."""
         if self.model is None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             model = found.holder_of(parameters)
             if model is not None:
                 self._find(found.outermost(model))
-        if not self.begun:
-            self._begin()
-        elif id(optimizer) in self.stepped:
-            self._next_step()
+        self._begin_step(is_next=id(optimizer) in self.stepped_in_step)
 
     def _add_gradients(self, optimizer: Optimizer) -> None:
         if not self.is_recorded:

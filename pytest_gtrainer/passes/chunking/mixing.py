@@ -215,8 +215,9 @@ def _counts_rows(
         if not re.search("number|float|Tensor", str(argument.type)):
             continue
         ours, theirs = whole[argument.name], of_part[argument.name]
-        are_numbers = isinstance(ours, int | float) and isinstance(theirs, int | float)
-        if are_numbers and ours != theirs:
+        if not (isinstance(ours, int | float) and isinstance(theirs, int | float)):
+            continue
+        if ours != theirs and not (math.isnan(ours) and math.isnan(theirs)):
             return True
     return False
 

@@ -408,6 +408,10 @@ def made_by_itself(x):
 
 
 ROW_WISE = {
+    "fills in NaN": (
+        lambda x: torch.where(x.masked_fill(x > 1, float("nan")).isnan(), 0.5 * x, x),
+        None,
+    ),
     "buckets": (
         lambda x: (
             x

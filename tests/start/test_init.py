@@ -235,3 +235,128 @@ def test_several_inputs_are_given_with_commas(project):
     inputs = "torch.randint(0, 8, (2, 8)), torch.randn(2, 8, 8)"
     assert main(["init", f"{project}:Two", "--inputs", inputs, "--yes"]) == 0
     assert f"return ({inputs},)" in Path(FILES[0]).read_text()
+
+
+@pytest.mark.parametrize("answer", ["y", "Y", "yes", " YES ", "yEs"])
+def test_any_yes_writes(project, monkeypatch, answer):
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda prompt: asked.append(prompt) or answer)
+    assert main(["init", f"{project}:Model"]) == 0
+    assert asked == ["\nWrite? [y/N] "]
+    assert written() == sorted(FILES)
+
+
+@pytest.mark.parametrize(
+    ("pyproject", "requirements", "installs"),
+    [
+        (None, False, ""),
+        (None, True, " -r requirements.txt"),
+        ("[project]\nname = 'a'\n", True, " -e ."),
+        ("[build-system]\n", True, " -e ."),
+        ("[tool.ruff]\n", True, " -r requirements.txt"),
+        ("[tool.ruff]\n", False, ""),
+        ("no toml", True, " -r requirements.txt"),
+    ],
+)
+def test_the_job_installs_what_the_repository_says(project, pyproject, requirements, installs):
+    if pyproject is not None:
+        Path("pyproject.toml").write_text(pyproject)
+    if requirements:
+        Path("requirements.txt").write_text("")
+    assert main(["init", f"{project}:Model", "--yes"]) == 0
+    [line] = re.findall(r'pip install "\$GTRAINER"(.*)\n', Path(FILES[2]).read_text())
+    assert line == installs
+
+
+@pytest.mark.parametrize("where", ["", "tests/"])
+def test_each_file_names_the_test_where_it_is(project, capsys, where):
+    if where:
+        Path("tests").mkdir()
+    else:
+        Path("tests").write_text("a file")
+    assert main(["init", f"{project}:Model", "--yes"]) == 0
+    test = f"{where}test_gtrainer.py"
+    out = capsys.readouterr().out
+    files = [test, *FILES[1:]]
+    assert out.splitlines() == [
+        *(f"writes  {file}" for file in files),
+        *(f"wrote   {file}" for file in files),
+        "",
+        f"next:   python -m pytest {test} --gt-update-goldens",
+        "        then read golden/, commit it, and run it again without the option",
+    ]
+    command = f"    python -m pytest {test} --gt-update-goldens\n"
+    assert command in Path(FILES[1]).read_text()
+    job = f"      - run: python -m pytest {test} --gt-require=ranks --gt-unused-goldens=fail\n"
+    workflow = Path(FILES[2]).read_text()
+    assert job in workflow
+    assert "${{ vars.GTRAINER }}" in workflow
+
+
+def test_a_file_that_comes_while_the_user_thinks_is_kept(project, capsys, monkeypatch):
+    def answer(prompt):
+        Path(FILES[0]).write_text("mine")
+        return "y"
+
+    monkeypatch.setattr("builtins.input", answer)
+    assert main(["init", f"{project}:Model"]) == 2
+    assert Path(FILES[0]).read_text() == "mine"
+    said = capsys.readouterr()
+    assert said.err.startswith(f"init: {FILES[0]} was not written: ")
+    assert "next:" not in said.out
+    assert written() == FILES[:1]
+
+
+class Logits:
+    def __init__(self, logits):
+        self.logits = logits
+
+
+@pytest.mark.parametrize(
+    ("forward", "inputs", "words"),
+    [
+        (lambda x: x, "torch.ones(2)", ""),
+        (lambda x: Logits(x), "torch.ones(2)", ""),
+        (lambda x, y: x + y, "torch.ones(2), torch.ones(2)", ""),
+        (
+            lambda x: (x, x),
+            "torch.ones(2)",
+            "it returns a tuple; name a model that returns a tensor",
+        ),
+        (lambda x: x.no, "torch.ones(2)", "AttributeError: 'Tensor' object has no attribute 'no'"),
+        (lambda x: x, "os.getcwd()", "NameError: name 'os' is not defined"),
+        (lambda x: sys.exit(3), "1", "SystemExit: 3"),
+    ],
+)
+def test_a_model_runs_with_inputs_or_says_why_not(forward, inputs, words):
+    from pytest_gtrainer.start.init import _fails
+
+    assert _fails(forward, inputs) == words
+
+
+@pytest.mark.parametrize(
+    ("parts", "guesses"),
+    [
+        ([torch.nn.Linear(3, 9)], ["torch.randn(2, 3)", "torch.randn(2, 8, 3)"]),
+        (
+            [torch.nn.Tanh(), torch.nn.Embedding(7, 4), torch.nn.Linear(4, 2)],
+            ["torch.randint(0, 7, (2, 8))", "torch.randn(2, 4)", "torch.randn(2, 8, 4)"],
+        ),
+        ([torch.nn.Conv2d(5, 6, 3)], ["torch.randn(2, 5, 32, 32)"]),
+        ([torch.nn.Tanh()], []),
+    ],
+)
+def test_inputs_are_guessed_from_the_first_modules(parts, guesses):
+    from pytest_gtrainer.start.init import _guesses
+
+    assert list(_guesses(torch.nn.Sequential(*parts))) == guesses
+
+
+def test_a_sequence_is_guessed_where_rows_do_not_run(project):
+    from pytest_gtrainer.start.init import _inputs_of
+
+    class Positions(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x + torch.ones(8, 3)[: x.shape[1]][None, :, :]).view(2, 8, -1)
+
+    assert _inputs_of(Positions(3, 4), None) == "torch.randn(2, 8, 3)"

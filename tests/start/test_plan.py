@@ -8,6 +8,7 @@ import pytest
 
 from pytest_gtrainer.__main__ import main
 from pytest_gtrainer.graph.suggest import SuggestedPlan, Suggestion
+from pytest_gtrainer.start.model import load_model
 from pytest_gtrainer.start.plan import spell
 
 MODEL = """
@@ -135,3 +136,94 @@ def test_a_plan_of_any_layers_is_itself_as_python(names):
         numbers += 1 if words == "a layer" else int(words.removesuffix(" layers"))
         assert words == "a layer" or int(words.removesuffix(" layers")) >= 4
     assert numbers == len(names)
+
+
+def test_the_whole_text_of_a_plan():
+    """Comments stand in one column, unless an entry is long; notes come last."""
+    layers = [Suggestion((f"a.{i}",), True, "a layer of 'a'") for i in range(4)]
+    short = Suggestion(("x", "y"), False, "before the layers")
+    suggested = SuggestedPlan((short, *layers), ("first note", "second"))
+    assert spell(suggested).splitlines() == [
+        "bucket_plan = [",
+        '    ["x", "y"],                     # before the layers',
+        "    *(f\"a.{i}\" for i in range(4)),  # 4 layers of 'a'",
+        "]",
+        "# first note",
+        "# second",
+    ]
+    long = Suggestion(("n" * 50,), False, "w")
+    first, second = spell(SuggestedPlan((short, long))).splitlines()[1:3]
+    assert first == '    ["x", "y"],' + " " * 29 + "  # before the layers"
+    assert second == f'    "{"n" * 50}",  # w'
+    assert spell(SuggestedPlan((long,))).splitlines()[1] == f'    "{"n" * 50}",  # w'
+
+
+EXPERTS = """
+from torch import nn
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(2)
+        self.experts = nn.Sequential(nn.Linear(2, 2))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+"""
+
+
+def test_experts_have_buckets_of_their_own_on_request(make_project, capsys):
+    project = make_project(EXPERTS)
+    assert main(["plan", f"{project}:Model"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:4] == [
+        "    \"layers.0\",  # a layer of 'layers'",
+        "    \"layers.1\",  # a layer of 'layers'",
+        "]",
+    ]
+    assert main(["plan", f"{project}:Model", "--experts"]) == 0
+    apart = capsys.readouterr().out.splitlines()[1:-1]
+    assert [line.partition("#")[0].strip() for line in apart] == [
+        *('"layers.0",', '"layers.1",', '"layers.0.experts",', '"layers.1.experts",'),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("", "'' is no MODULE:FACTORY: say model:Model for the Model of model.py"),
+        ("a:", "'a:' is no MODULE:FACTORY: say model:Model for the Model of model.py"),
+        ("{}:Holder.nobody", "{} has no Holder.nobody"),
+        ("{}:nobody.Model", "{} has no nobody.Model"),
+        (
+            "{}:exits",
+            "{}:exits() fails, with SystemExit: 0. Name a function without arguments that returns "
+            "the model",
+        ),
+        ("{}:int", "{}:int() gives a int, not a torch.nn.Module"),
+    ],
+)
+def test_what_names_no_model_is_one_whole_sentence(project, capsys, name, words):
+    with open(f"{project}.py", "a") as file:
+        file.write("int = int\n")
+    assert main(["plan", name.format(project)]) == 2
+    assert capsys.readouterr().err == f"plan: {words.format(project)}\n"
+
+
+@pytest.mark.parametrize(("code", "shown"), [("0", "0"), ("'no'", "'no'"), ("", "None")])
+def test_a_module_that_exits_when_it_is_imported(make_project, capsys, code, shown):
+    project = make_project(f"import sys\nsys.exit({code})\n")
+    assert main(["plan", f"{project}:Model"]) == 2
+    assert capsys.readouterr().err == (
+        f"plan: importing {project} calls sys.exit({shown}): a script needs "
+        'if __name__ == "__main__"\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("factory", "device"), [("Model", "meta"), ("reads", "cpu"), ("Holder.model", "cpu")]
+)
+def test_a_plan_needs_no_memory_unless_the_model_reads_its_values(project, factory, device):
+    model = load_model(f"{project}:{factory}")
+    assert {parameter.device.type for parameter in model.parameters()} == {device}

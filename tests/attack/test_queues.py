@@ -223,6 +223,13 @@ def test_an_order_that_only_luck_keeps_is_said_once_for_two_ranks():
     assert list(orders_by_luck({0: started(a(), one_queue), 1: started(a(), one_queue)})) == []
 
 
+@pytest.mark.parametrize("together", [0, 1])
+def test_several_orders_of_two_ranks_are_said_once_whoever_does_not_wait(together):
+    launches = [collective(name, (0, 1), name) for name in "abc"]
+    schedules = {together: started(*launches), 1 - together: blocking(*reversed(launches))}
+    assert len(list(orders_by_luck(schedules))) == 1
+
+
 def test_a_wait_for_one_launch_leaves_the_others_running():
     c = collective("c", (0, 1), "z", "broadcast")
     mixed = [a("x"), b("y"), Wait(1), c, Wait(0), Wait(3)]

@@ -3,6 +3,7 @@
 import contextlib
 import operator
 import random
+import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -19,6 +20,7 @@ from pytest_gtrainer import (
     assert_no_deadlock,
     graphtext,
 )
+from pytest_gtrainer.attack.deadlock import _end, _in_elements, _message, _Reader
 from pytest_gtrainer.attack.queues import (
     RECEIVE,
     SEND,
@@ -812,3 +814,113 @@ def test_a_rank_that_is_twice_in_a_group_is_refused(ranks):
     gm = stage(("all_reduce", "sum"))
     with pytest.raises(ValueError, match="a rank is there twice"):
         assert_no_deadlock({0: gm, 1: gm}, groups={"pp": ranks})
+
+
+def test_a_graph_that_runs_again_hands_over_what_it_has_started_last():
+    first, later = cut_behind_its_launch("a", "b")
+    steps = _Reader(PAIRS, {}, [0, 1]).schedule(1, [first, later, first, later])
+    waits = [step.launch for step in steps if isinstance(step, Wait)]
+    launches = [place for place, step in enumerate(steps) if isinstance(step, Launch)]
+    assert waits == launches == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("splits", "shape", "count", "elements"),
+    [
+        (None, (6, 4), 2, (12, 12)),
+        ([], (6, 4), 3, (8, 8, 8)),
+        (None, (5,), 2, (None, None)),
+        ([1, 5], (6, 4), 2, (4, 20)),
+        ([1, 5], (6,), 2, (1, 5)),
+        ([0, 6], (6, 2, 3), 2, (0, 36)),
+        ([1], (6, 4), 2, (4,)),
+    ],
+)
+def test_splits_of_rows_are_counted_in_elements(splits, shape, count, elements):
+    node = fx.Graph().placeholder("x")
+    assert _in_elements(splits, node, count) == tuple(None for _ in elements)
+    node.meta["val"] = torch.empty(shape)
+    assert _in_elements(splits, node, count) == elements
+    assert _in_elements([node, *splits[1:]] if splits else node, node, count)[0] is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "end"),
+    [
+        ("isend", 0, Send(5)),
+        ("send", 1, Send(3)),
+        ("irecv", 1, Receive(3)),
+        ("recv_", 0, Receive(5)),
+        ("isend", -1, None),
+        ("irecv", 2, None),
+    ],
+)
+def test_the_other_end_of_a_message_is_counted_in_its_group(kind, place, end):
+    node = fx.Graph().placeholder("x")
+    if end is not None:
+        assert _end(kind, place, (5, 3), node) == end
+        return
+    words = f"x names rank {place} of a group of 2: ranks of messages are counted in their group"
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        _end(kind, place, (5, 3), node)
+
+
+@pytest.mark.parametrize(
+    ("end", "tag", "value", "expected"),
+    [
+        (Send(3), None, None, Operation("send", (1, 3))),
+        (Receive(3), None, None, Operation("recv", (3, 1))),
+        (Send(0), 7, torch.empty(2, 3), Operation("send", (1, 0), "tag 7 float32[6]")),
+        (Send(1), None, None, "rank 1 has a message with itself: Send(to=1)"),
+        (Receive(1), None, None, "rank 1 has a message with itself: Receive(source=1)"),
+        (5, None, None, "a communication is Send, Receive or Collective; not 5"),
+    ],
+)
+def test_a_message_is_an_operation_of_both_ranks(end, tag, value, expected):
+    if isinstance(expected, Operation):
+        assert _message(end, 1, tag, value) == expected
+        return
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        _message(end, 1, tag, value)
+
+
+@pytest.mark.parametrize(
+    ("partition", "words"),
+    [
+        ([[0, 1], [2, 3]], None),
+        ([range(2), (2, 3)], None),
+        ([[0, 1], [1, 2]], "groups={'a': [[0, 1], [1, 2]]}: a rank is there twice"),
+        (
+            [0, 1],
+            "groups={'a': [0, 1]}: give the ranks of every group of that name, [[0, 1], ...]",
+        ),
+        ([[2, 3]], "rank 1 is in no group of 'a': [[2, 3]]"),
+        (None, "nobody knows the ranks of group 'a' (p): say them, groups={'a': [[0, 1], ...]}"),
+    ],
+)
+def test_the_ranks_of_a_group_are_those_that_are_given(partition, words):
+    [first, _] = cut_behind_its_launch("a", "b")
+    [launch] = [node for node in first.graph.nodes if node.op == "call_function"]
+    reader = _Reader({} if partition is None else {"a": partition}, {}, [1])
+    if words is None:
+        assert reader._ranks_of(launch, 1) == (0, 1)
+        assert reader.groups == {"a"}
+        return
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+        reader._ranks_of(launch, 1)
+
+
+def test_inputs_of_a_body_are_its_last_operands():
+    """Numbers among the operands stand before tensors, and are no nodes."""
+    body = fx.Graph()
+    _, x = body.placeholder("number"), body.placeholder("x")
+    body.call_function(functional.wait_tensor.default, (x,))
+    body.output(())
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    started = graph.call_function(functional.all_reduce.default, (x, "sum", "a"))
+    graph.call_module("body", (3, started))
+    graph.output(())
+    gm = fx.GraphModule({"body": fx.GraphModule({}, body)}, graph)
+    launch, wait = _Reader(PAIRS, {}, [0, 1]).schedule(1, [gm])
+    assert (launch.operations[0].ranks, wait) == ((0, 1), Wait(0))

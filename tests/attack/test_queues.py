@@ -216,6 +216,7 @@ def test_an_order_that_only_luck_keeps_is_said_once_for_two_ranks():
     assert list(orders_by_luck({0: together, 1: apart})) == [words]
     assert list(orders_by_luck({0: blocking(a(), b()), 1: blocking(b(), a())})) == []
     assert list(orders_by_luck({0: together, 1: together})) == []
+    assert list(orders_by_luck({0: together, 1: []})) == []
     # The second of two calls in each queue, and a third rank with which nothing is said.
     twice = started(a(), b(), a("x"), b("y")), started(a(), b(), b(), a())
     assert list(orders_by_luck({0: twice[0], 1: twice[1], 2: []})) == [words]

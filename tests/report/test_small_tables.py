@@ -539,9 +539,10 @@ def test_the_row_of_a_test_shows_its_time_and_what_its_card_does_not_say(is_fail
     assert len(html._build_row(test, details, "again")["words"]) == 2000
 
 
-@pytest.mark.parametrize("count", [1, 50, 51, 53])
+@pytest.mark.parametrize("count", [1, 50, 51])
 def test_a_summary_lists_fifty_failed_tests_and_counts_the_others(count):
-    tests = [collected(failed("words"), name=f"t{number}") for number in range(count)]
+    one = failed("words")
+    tests = [collected(one, name=f"t{number}") for number in range(count)]
     text = markdown.render_summary(html.Run("T", "made", ["line"], tests))
     assert text.startswith(f"## T: {count} failed\n\nmade\n\n```text\nline\n```\n\n### Failed\n\n")
     assert text.count("<details>") == min(count, 50)

@@ -66,6 +66,8 @@ _SHOW_OPERAND = (
 """
 _RESIZE = ("resize_", "resize_as_", "_resize_output_", "set_")
 """Operators after which an operand has other memory; so it may have after those with ``out=``."""
+_STACKING = ("scan", "map_impl")
+_LOOPS = ("while_loop", *_STACKING)
 _OF_OPTIMIZER = re.compile(
     r"\.(exp_avg|exp_avg_sq|max_exp_avg_sq|exp_inf|momentum_buffer|square_avg|acc_delta|step)$"
 )
@@ -402,7 +404,7 @@ class _Liveness:
         value = node.meta.get("val")
         known: dict[int, Allocation] = {}
         # reshape, contiguous, to: a pass may have left a value with a storage of its own.
-        may_be_whole = isinstance(value, Tensor) and is_view(node.target)
+        is_view_of_one = isinstance(value, Tensor) and is_view(node.target)
         for source in node.all_input_nodes:
             tensors = tensors_in(source.meta.get("val"))
             for tensor, shown in zip(tensors, _by_tensor(self.values[source]), strict=False):
@@ -411,7 +413,7 @@ class _Liveness:
                 (allocation,) = shown
                 for part in parts_of(tensor):
                     known[storage_id(part)] = allocation
-                if may_be_whole and _has_layout_of_whole(tensor, value):
+                if is_view_of_one and _may_be_whole(node, tensor, value):
                     known[storage_id(value)] = allocation
 
         return self._by_storages(node, value, known)
@@ -589,6 +591,9 @@ class _Liveness:
             if launched not in self.pending:  # a body waited for it
                 self._extend(held, released)
         nbytes = max(max(body.curve()) for body in inside)
+        if short_name(node) in _LOOPS:
+            # An iteration reads what the one before has made.
+            nbytes += sum(body.bytes_returned() for body in inside)
         is_inlined = node.op == "call_module" or is_control_dependency(node)
         if is_inlined or _call_text(node).startswith("invoke_subgraph"):
             results = bodies[0].graph.output_node().args[0]
@@ -603,13 +608,20 @@ class _Liveness:
         else:
             known = len(self.allocations)
             value = self._by_operands(node)
-            nbytes -= sum(one.nbytes for one in list(self.allocations)[known:])
+            # Results of a scan are there from its first iteration on, beside what this one makes.
+            if short_name(node) not in _STACKING:
+                nbytes -= sum(one.nbytes for one in list(self.allocations)[known:])
 
         if nbytes > 0:
             name = f"in {node.name}"
             inner = Allocation(nbytes, node, None, place, place, "temporary", name)
             self.allocations[inner] = None
         return value
+
+    def bytes_returned(self) -> int:
+        """Return the bytes of those results that the graph itself makes."""
+        results = fx.node.map_arg(self.nodes[-1].args[0], self.values.__getitem__)
+        return sum(one.nbytes for one in _allocations(results) if one in self.allocations)
 
     def curve(self) -> list[int]:
         """Return the bytes alive at each place."""
@@ -685,11 +697,15 @@ class _Liveness:
                 allocation.kind = "collective"
 
 
-def _has_layout_of_whole(tensor: Tensor, value: Tensor) -> bool:
+def _may_be_whole(node: fx.Node, tensor: Tensor, value: Tensor) -> bool:
     """Return whether ``value`` may be all of ``tensor``, which lies in memory without gaps."""
     if (tensor.numel(), tensor.dtype) != (value.numel(), value.dtype):
         return False
     if tensor.layout is not torch.strided:
+        return False
+    # A cast, and another memory format, is a copy unless nothing changes.
+    is_cast = short_name(node) in ("contiguous", "to")
+    if is_cast and (argument_of(node, "copy") or tensor.stride() != value.stride()):
         return False
     # Symbolic extents would get guards from is_contiguous().
     return all(type(extent) is int for extent in tensor.shape) and tensor.is_contiguous()

@@ -47,7 +47,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from pytest_gtrainer._torch.tracing import GuardOnDataDependentSymNode
 from pytest_gtrainer.graph.collectives import group_of, kind_of, refuse_unseen
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopt
-from pytest_gtrainer.graph.nodes import direction, is_wait, node_fqn
+from pytest_gtrainer.graph.nodes import direction, is_view, is_wait, node_fqn, written_operands
 from pytest_gtrainer.graph.packing import nbytes_of
 from pytest_gtrainer.graphtext.operators import Group, groups_of, operator_of
 from pytest_gtrainer.graphtext.schedule_view import is_free, is_launch, operands_of, payload_of
@@ -242,8 +242,8 @@ def timeline(
 ) -> Timeline:
     """Schedule a graph under a cost model, in one walk over its nodes.
 
-    An operator that uses a collective's result without a wait is held until the collective has
-    ended.
+    An operator that uses a collective's result without a wait, or what a collective in place writes
+    to, is held until the collective has ended.
 
     Args:
         gm: a graph of any tracer, with fake values on its nodes.
@@ -277,6 +277,8 @@ def timeline(
             label = f"{operator_of(node).short} {_place(node)}"
             spans.append(Span(lane, start, seconds, label, "collective"))
             free[lane] = ends[node] = start + seconds
+            for written in written_operands(node):
+                ends[_memory_of(written)] = ends[node]
             continue
 
         if is_wait(node):
@@ -286,6 +288,7 @@ def timeline(
                 launches += operand.all_input_nodes
         else:
             launches = operands_of(node)  # a collective without a wait, used directly
+        launches += map(_memory_of, node.all_input_nodes)
 
         ended = max((ends.get(launch, 0.0) for launch in launches), default=0.0)
         if ended > now:
@@ -297,6 +300,17 @@ def timeline(
             now += seconds
 
     return Timeline(tuple(spans), model, max([now, *free.values()]))
+
+
+def _memory_of(node: fx.Node) -> fx.Node:
+    """Return the node that made the tensor which a view shows, or a write in place returns."""
+    while True:
+        sources = written_operands(node)
+        if is_view(node.target):
+            sources = node.all_input_nodes
+        if not sources:
+            return node
+        node = sources[0]
 
 
 def _unknown_cost(node: fx.Node, group: Group | None) -> ValueError:

@@ -9,6 +9,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._higher_order_ops import scan, while_loop
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pytest_gtrainer import assert_peak_memory, graphtext, peak_memory, trace_step
@@ -332,6 +333,59 @@ def test_a_collective_holds_what_the_graph_inside_that_launched_it_made():
     curve = peak_memory(fx.GraphModule(modules, graph)).curve
     # KiB: the input 1, sin 1, the shard 1/2, cos 1 each time.
     assert list(curve.values()) == [2560, 3584, 3584, 2560]
+
+
+def traced_before_dispatch(function, *inputs):
+    return make_fx(function, pre_dispatch=True, tracing_mode="fake")(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("function", "copies"),
+    [
+        (lambda x: x.contiguous(memory_format=torch.channels_last), True),
+        (lambda x: x.to(memory_format=torch.channels_last), True),
+        (lambda x: x.to(torch.float32, copy=True), True),
+        (lambda x: x.to(x, copy=True), True),
+        (lambda x: x.to(torch.float64), True),
+        (lambda x: x.contiguous(), False),
+        (lambda x: x.to(torch.float32), False),
+        (lambda x: x.reshape(-1), False),
+        (lambda x: x.movedim(0, -1), False),
+        (lambda x: x.flatten(1), False),
+    ],
+)
+def test_operators_that_torch_decomposes_are_views_only_if_they_copy_nothing(function, copies):
+    x = torch.randn(2, 2, 4, 4)
+    gm = traced_before_dispatch(lambda x: function(x).sin(), x)
+    made = function(x).nbytes
+    assert peak_memory(gm).peak == x.nbytes + (1 + copies) * made
+
+
+def test_a_loop_holds_what_the_iteration_before_has_made():
+    def loop(x):
+        def is_open(count, y):
+            return count < 3
+
+        def step(count, y):
+            return count + 1, y.sin()
+
+        return while_loop(is_open, step, (torch.tensor(0), x))
+
+    x = torch.randn(1024)
+    gm = make_fx(loop, tracing_mode="fake")(x)
+    counts = 4 * 8 + 1  # a constant and its copy, two counts, and a bool
+    assert peak_memory(gm).peak == 3 * x.nbytes + counts
+
+
+def test_a_scan_holds_its_stacked_results_and_the_carry_before():
+    def summed(x):
+        return scan(lambda carry, row: (carry + row, carry.sin()), x[0], x)
+
+    x = torch.randn(4, 1024)
+    gm = make_fx(summed, tracing_mode="fake")(x)
+    row = x[0].nbytes
+    # The input, the results, the last carry, and the carry and the row of an iteration.
+    assert peak_memory(gm).peak >= x.nbytes + 4 * row + 3 * row
 
 
 def test_of_two_branches_the_larger_one_counts():

@@ -103,6 +103,44 @@ if out:
 """
 
 
+IN_PLACE = """
+fsdp = group(range(0, 2))
+if I:
+  I[0]: f32[250000]
+if fwd:
+  with _:
+    clone: f32[250000] = aten.clone(I[0])
+    view: f32[500, 500] = aten.view(clone, [500, 500])
+    all_reduce_: f32[250000] = _c10d_functional.all_reduce_({operand}, "sum", fsdp)
+    {read}
+if out:
+  out[0] = {name}
+"""
+
+
+@pytest.mark.parametrize("operand", ["clone", "view"])
+@pytest.mark.parametrize(
+    "read",
+    [
+        "wait_tensor: f32[250000] = _c10d_functional.wait_tensor(all_reduce_)",
+        "wait_tensor: f32[250000] = _c10d_functional.wait_tensor(clone)",
+        "wait_tensor: f32[500, 500] = _c10d_functional.wait_tensor(view)",
+        "sin: f32[250000] = aten.sin(clone)",
+        "sin: f32[500, 500] = aten.sin(view)",
+        "add_: f32[250000] = aten.add_.Tensor(clone, 1)",
+    ],
+)
+def test_what_a_collective_in_place_writes_to_is_there_when_it_has_ended(operand, read):
+    text = IN_PLACE.format(operand=operand, read=read, name=read.partition(":")[0])
+    waited = [span for span in spans(text) if span[1] == "exposed"]
+    assert waited == [("compute", "exposed", 0.5, 1.0)]
+
+
+def test_what_a_collective_in_place_does_not_write_to_is_there_at_once():
+    text = IN_PLACE.format(operand="clone", read="sin: f32[250000] = aten.sin(I[0])", name="sin")
+    assert not [span for span in spans(text) if span[1] == "exposed"]
+
+
 def test_products_cost_operations_and_views_nothing():
     """2 * 100 * 200 * 300 operations by torch's formula, at 1e6 a second."""
     gm = parse(PRODUCT)

@@ -22,7 +22,15 @@ from pytest_gtrainer.graph.collectives import (
     launches,
     only_wait,
 )
-from pytest_gtrainer.graph.nodes import direction, is_wait, node_fqn, storage_of, walk, writes
+from pytest_gtrainer.graph.nodes import (
+    direction,
+    is_random,
+    is_wait,
+    node_fqn,
+    storage_of,
+    walk,
+    writes,
+)
 from pytest_gtrainer.passes.graph_pass import graph_pass
 
 
@@ -32,8 +40,9 @@ def deduplicate_fsdp_unshard_chains_pass(
 ) -> bool:
     """Let every later reader of a gathered parameter use the first all-gather, in place.
 
-    No bit changes. Duplicates have the same parameter, direction, group and dtype, and nothing
-    writes to either, nor to the shard in between; so a gather that the backward recomputes stays.
+    No bit changes. Duplicates have the same parameter, direction, group and dtype, the same
+    operators between shard and gather, and nothing writes to either, nor to the shard in between;
+    so a gather that the backward recomputes stays.
     Each gradient contribution keeps its reduction: only a tracer can join these
     (``trace_step(reuse_gathers=True)``). Linear in nodes.
     """
@@ -45,10 +54,11 @@ def deduplicate_fsdp_unshard_chains_pass(
         return any(after < writer and (before is None or writer < before) for writer in writers)
 
     for member in fsdp_all_gathers(gm):
-        key = (member.position, member.direction, member.signature)
+        key = (member.position, member.direction, member.signature, _spell_chain(member))
         kept = first.setdefault(key, member)
         is_other_value = is_written(kept.wait, after=kept.launch)
         for node in (kept.launch, *kept.chain):
+            is_other_value |= is_random(node)
             for source in node.all_input_nodes:
                 is_other_value |= is_written(source, after=kept.launch, before=member.launch)
         if is_other_value:
@@ -61,6 +71,17 @@ def deduplicate_fsdp_unshard_chains_pass(
             if not node.users:  # a cast may feed both all-gathers
                 gm.graph.erase_node(node)
     return bool(duplicates)
+
+
+def _spell_chain(member: FsdpCollective) -> str:
+    """Return what is computed between a shard and its gather; a model may gather a relu of it."""
+    names: dict[fx.Node, str] = {}
+    lines = []
+    for node in member.chain:
+        given = fx.node.map_arg((node.args, node.kwargs), lambda each: names.get(each, "shard"))
+        names[node] = f"value {len(names)}"
+        lines.append(f"{node.target} {given}")
+    return "\n".join(lines)
 
 
 aten = torch.ops.aten

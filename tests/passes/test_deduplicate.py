@@ -59,6 +59,47 @@ if out:
 """
 
 
+COMPUTED = """\
+fsdp = group(range(0, 4))
+if P:
+  P.layers[0].w: f32[2, 4]
+if fwd:
+  with layers[0]:
+    a: f32[2, 4] = FIRST
+    gather: f32[8, 4] = _c10d_functional.all_gather_into_tensor(a, 4, fsdp)
+    wait: f32[8, 4] = _c10d_functional.wait_tensor(gather)
+    b: f32[2, 4] = SECOND
+    gather_1: f32[8, 4] = _c10d_functional.all_gather_into_tensor(b, 4, fsdp)
+    wait_1: f32[8, 4] = _c10d_functional.wait_tensor(gather_1)
+if out:
+  yield fwd.layers[0].wait
+  yield fwd.layers[0].wait_1
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "left"),
+    [
+        ("aten.relu(P.layers[0].w)", "aten.relu(P.layers[0].w)", 1),
+        ("aten.relu(P.layers[0].w)", "aten.neg(P.layers[0].w)", 2),
+        ("aten.mul.Scalar(P.layers[0].w, 2)", "aten.mul.Scalar(P.layers[0].w, 3)", 2),
+        ("aten.sub.Tensor(P.layers[0].w, 1)", "aten.rsub.Scalar(P.layers[0].w, 1)", 2),
+        ("aten.rand_like(P.layers[0].w)", "aten.rand_like(P.layers[0].w)", 2),
+    ],
+)
+def test_gathers_of_other_values_of_a_parameter_stay(first, second, left):
+    """A11: a model may gather a relu of its parameter besides the parameter."""
+    text = COMPUTED.replace("FIRST", first).replace("SECOND", second)
+    gm = deduplicate_fsdp_unshard_chains_pass(graphtext.parse(text))
+    assert count(gm, ALL_GATHER) == left
+
+
+def test_a_gather_of_the_parameter_and_one_of_its_relu_stay():
+    text = COMPUTED.replace("FIRST", "aten.relu(P.layers[0].w)")
+    text = text.replace("    b: f32[2, 4] = SECOND\n", "").replace("(b, ", "(P.layers[0].w, ")
+    assert count(deduplicate_fsdp_unshard_chains_pass(graphtext.parse(text)), ALL_GATHER) == 2
+
+
 def test_nothing_is_left_of_the_duplicates_chain(twice):
     """Its cast goes with it."""
     casts = torch.ops.aten._to_copy.default

@@ -17,7 +17,7 @@ from pytest_gtrainer._torch.process_groups import group_ranks, names_of_live_gro
 from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, OpOverload, pytree
 from pytest_gtrainer.attack.extract import computed, extract
 from pytest_gtrainer.graph.collectives import launches
-from pytest_gtrainer.graph.nodes import held, is_wait, short_name
+from pytest_gtrainer.graph.nodes import held, input_fqn, is_wait, short_name
 
 aten = torch.ops.aten
 
@@ -77,6 +77,8 @@ class _Maker:
     graph: fx.Graph = field(default_factory=fx.Graph)
     floats: list[fx.Node] = field(default_factory=list)
     started: list[fx.Node] = field(default_factory=list)
+    parameters: list[fx.Node] = field(default_factory=list)
+    results: list[fx.Node] = field(default_factory=list)
     unwritten: list[fx.Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -92,7 +94,11 @@ class _Maker:
         if not self.floats:
             self._make_inputs()
         self.places = self._input("places", torch.int64, [self.dice.choice(self.sizes)])
+        if self.ranks > 1:
+            self._make_parameters()
         steps = self._steps()
+        # As in a joint graph: what follows a place chosen by chance is the backward's.
+        self.backward_from = len(self.graph.nodes) + self.dice.randrange(2 * more + 1)
         for _ in range(more):
             self.dice.choice(steps)()
         for launch in list(self.started):
@@ -110,6 +116,15 @@ class _Maker:
             if self.dice.random() < 0.2:
                 shape[self.dice.randrange(len(shape))] = 1
             self._input(f"x{place}", torch.float32, shape)
+
+    def _make_parameters(self) -> None:
+        """Make shards of parameters of two layers; each is gathered over one group."""
+        self.group_of = {}
+        for name in ("layers.0.weight", "layers.0.bias", "layers.1.weight"):
+            shape = [self.dice.choice(self.sizes) for _ in range(self.dice.randint(1, 2))]
+            node = self._input(name, torch.float32, shape, "parameter")
+            self.group_of[node] = self.dice.choice(self.groups)
+            self.parameters.append(node)
 
     def _take_part_of(self, model: fx.GraphModule, nodes: int) -> None:
         """Begin with so many successive nodes of a model's graph, which run on zeros."""
@@ -176,20 +191,25 @@ class _Maker:
             self._cut,
             self._look_up,
             self._spread,
+            self._pad,
         ]
         if not self.functional:
             steps += [self._write] * 2
         if self.ranks > 1:
             steps += [self._communicate] * 4
+            steps += [self._gather_parameter] * 3
+            steps += [self._reduce_gradient]
             steps += [self._wait_for_one] * 3
         return steps
 
-    def _input(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> fx.Node:
+    def _input(
+        self, name: str, dtype: torch.dtype, shape: Sequence[int], kind: str = "input"
+    ) -> fx.Node:
         value = torch.zeros(*shape, dtype=dtype)
         if len(shape) > 1 and self.dice.random() < 0.2:
             value = torch.zeros(*shape[::-1], dtype=dtype).permute(*range(len(shape))[::-1])
-        node = self.graph.placeholder(name)
-        node.meta.update(val=value, gt_input={"kind": "input", "fqn": name})
+        node = self.graph.placeholder(name.replace(".", "_"))
+        node.meta.update(val=value, gt_input={"kind": kind, "fqn": name})
         if dtype.is_floating_point:
             self.floats.append(node)
         return node
@@ -209,6 +229,8 @@ class _Maker:
                 return None
         node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = value
+        if len(self.graph.nodes) > self.backward_from:
+            node.meta["autograd_backward"] = True
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
             self.floats.append(node)
         return node
@@ -385,6 +407,12 @@ class _Maker:
         wider = [self.dice.choice(self.sizes) if size == 1 else size for size in shape]
         self._call(aten.expand, node, [self.dice.choice(self.sizes), *wider])
 
+    def _pad(self) -> None:
+        """Pad the last dimension; by nothing half of the time, as tracers of shards do."""
+        node = self._any()
+        if node.meta["val"].ndim:
+            self._call(aten.constant_pad_nd, node, [0, self.dice.choice((0, 0, 1, 2))], 0.0)
+
     def _communicate(self) -> None:
         node, (group, size) = self._any(), self.dice.choice(self.groups)
         kind = self.dice.randrange(4)
@@ -400,9 +428,44 @@ class _Maker:
             else:
                 splits = [shape[0] // size] * size
                 started = self._call(ALL_TO_ALL, node, splits, splits, group)
-        if started is not None:
-            self.floats.remove(started)  # nobody reads it before it is waited for
-            self.started.append(started)
+        self._begin(started)
+
+    def _begin(self, launch: fx.Node | None) -> None:
+        """Note a collective, if there is one: nobody reads it before it is waited for."""
+        if launch is not None:
+            self.floats.remove(launch)
+            self.started.append(launch)
+
+    def _gather_parameter(self) -> None:
+        """Gather a parameter, which may be gathered already, as it is or in another dtype."""
+        parameter = self.dice.choice(self.parameters)
+        shard: fx.Node | None = parameter
+        if self.dice.random() < 0.3:
+            shard = self._call(aten._to_copy, shard, dtype=self.dice.choice(_DTYPES))
+        elif self.dice.random() < 0.3:
+            shard = self._call(self.dice.choice(_UNARY), shard)
+        group, size = self.group_of[parameter]
+        launch = self._call(ALL_GATHER, shard, size, group)
+        if launch is not None:
+            fqn = input_fqn(parameter).rpartition(".")[0]
+            launch.meta["custom"] = {"module_fqn": fqn}
+        self._begin(launch)
+
+    def _reduce_gradient(self) -> None:
+        """Reduce a value among replicas, then scatter it, as hybrid sharding does; it is a result."""
+        node, (replicas, _), (shards, size) = self._any(), *self.dice.choices(self.groups, k=2)
+        shape = node.meta["val"].shape
+        if not shape or shape[0] % size:
+            return
+        reduction = self.dice.choice(_SUMS)
+        for target, settings in ((ALL_REDUCE, (replicas,)), (REDUCE_SCATTER, (size, shards))):
+            launch = self._call(target, node, reduction, *settings)
+            assert launch is not None
+            wait = self._call(WAIT, launch)
+            assert wait is not None
+            self.floats = self.floats[:-2]  # nobody else reads the two
+            node = wait
+        self.results.append(node)
 
     def _wait_for_one(self) -> None:
         if self.started:
@@ -417,7 +480,7 @@ class _Maker:
 
         The rest of what nobody reads is dead, or writes to what is read.
         """
-        results = []
+        results = list(self.results)
         for node in self.floats:
             chance = 0.1 if node.users or node.op == "placeholder" else 0.85
             if self.dice.random() < chance:

@@ -55,6 +55,18 @@ def test_a_buffer_that_is_written_to_becomes_one_with_another():
     assert (wanted.tolist(), found.tolist()) == ([0, 0], [-1, -1])
 
 
+@pytest.mark.second_tier
+def test_a_compiled_sum_loses_the_factor_of_a_product():
+    """Inductor's pattern of ``add`` and ``mm`` makes an ``addmm`` of them and ignores ``alpha``."""
+
+    def scaled(x, a, b):
+        return torch.add(x, a @ b, alpha=4)
+
+    x, a, b = torch.ones(3, 8, 8).unbind()
+    assert scaled(x, a, b).unique().tolist() == [33]
+    assert torch.compile(scaled)(x, a, b).unique().tolist() == [9]
+
+
 @pytest.mark.gt_world("fake", size=2)
 def test_a_gather_of_a_scalar_ends_a_compilation(gt_world):
     """Eager gathers it; the bucket takes the first extent of a shape that has none."""

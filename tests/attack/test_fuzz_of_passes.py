@@ -21,7 +21,7 @@ from pytest_gtrainer.attack.fuzz import Fuzzer, _shape
 from pytest_gtrainer.attack.generate import generate
 from pytest_gtrainer.attack.guarded import guarded
 from pytest_gtrainer.attack.models import graphs_of
-from pytest_gtrainer.attack.oracles import Failure
+from pytest_gtrainer.attack.oracles import Failure, judge_graphs
 from pytest_gtrainer.attack.reduce import Reduction
 from pytest_gtrainer.graph.collectives import group_of, kind_of, launches
 from pytest_gtrainer.graph.nodes import mutates
@@ -445,6 +445,42 @@ def test_the_timer_and_its_handler_are_as_before_a_pass(ends):
         assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+DRAWN = """
+if I:
+  I.x: f32[4, 4]
+if fwd:
+  with _:
+    draw: f32[4, 4] = aten.rand_like(I.x)
+    other: f32[4, 4] = aten.rand_like(I.x)
+    product: f32[4, 4] = aten.mm(draw, other)
+    sum: f32[4, 4] = aten.add.Tensor(product, product)
+    y: f32[4, 4] = aten.add.Tensor(sum, I.x)
+if out:
+  out[0] = y
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "is_right"),
+    [
+        ("aten.addmm(product, draw, other)", True),
+        ("aten.addmm(product, other, draw)", False),
+        ("aten.addmm(product, draw, draw)", False),
+    ],
+)
+def test_sums_of_drawn_numbers_may_round_otherwise(line, is_right):
+    """Drawn numbers are known, so a proof of the graph as it is would compare their roundings."""
+    before = graphtext.parse(DRAWN)
+    after = graphtext.parse(DRAWN.replace("aten.add.Tensor(product, product)", line))
+    assert (judge_graphs(after, before, "reordered", 0) is None) == is_right
+
+
+def test_draws_in_another_order_are_a_failure():
+    before = graphtext.parse(DRAWN)
+    after = graphtext.parse(DRAWN.replace("mm(draw, other)", "mm(other, draw)"))
+    assert judge_graphs(after, before, "reordered", 0) is not None
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from fixtures.combinations import COMBINATIONS, Combination, drawn
 from fixtures.models.loss import ce_step
 from fixtures.same_model_mistakes import MISTAKES, Mistake
 from pytest_gtrainer import AnotherFunction, assert_same_model
-from pytest_gtrainer.references.sides import Made, Models
+from pytest_gtrainer.references.sides import Models, SideResults
 from pytest_gtrainer.references.simulated import mesh_of
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.simulated.net import NetModel
@@ -167,7 +167,7 @@ def in_floats(mistake: Mistake, mesh: DeviceMesh) -> tuple[str, str]:
     floats: Any = Floats()
     net = NetModel.of_world(mesh.size())
 
-    def run_rank(rank: int) -> Made:
+    def run_rank(rank: int) -> SideResults:
         return models.run_parallel(floats, mesh_of(extents))
 
     found = run_threads(mesh.size(), run_rank, net=net)
@@ -175,12 +175,12 @@ def in_floats(mistake: Mistake, mesh: DeviceMesh) -> tuple[str, str]:
     wanted = models.run_reference(floats, coordinates, is_scaled=True)
     losses: list[bool] = []
     gradients: list[bool] = []
-    for made in found:
-        expected = made.part_of(wanted)
-        for result, own in made.results().items():
+    for side in found:
+        expected = side.part_of(wanted)
+        for result, own in side.results().items():
             into = losses if result.startswith("loss") else gradients
             into.append(_is_close(own, expected.get(result, torch.zeros_like(own))))
-        for fqn in made.parameters - set(made.gradients):
+        for fqn in side.parameters - set(side.gradients):
             gradients.append(f"gradient of {fqn}" not in expected)
     if right.loss_dims:
         return "-", _seen(gradients)

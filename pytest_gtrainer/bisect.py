@@ -73,7 +73,7 @@ MOST_REPLAYS = 8  # of how many replays of a graph the inputs are kept
 
 # Values are by ``Key(0, rank, "", name)``; in a process of one rank that rank is 0.
 Values = dict[Key, Tensor]
-Run = Callable[[fx.GraphModule], Values]
+RunGraph = Callable[[fx.GraphModule], Values]
 
 
 def flat_inputs(inputs: Sequence[Any]) -> list[Any]:
@@ -87,7 +87,7 @@ def flat_inputs(inputs: Sequence[Any]) -> list[Any]:
     return [local(leaf) for leaf in leaves]
 
 
-def local_run(flat: Sequence[Any]) -> Run:
+def local_run(flat: Sequence[Any]) -> RunGraph:
     """Return a function that runs graphs in this process, each from these inputs and the random
     states of now.
     """
@@ -100,7 +100,7 @@ def run_on_all(
     net: Net,
     inputs: Sequence[Any],
     random: RankRandomStates | None = None,
-) -> Run:
+) -> RunGraph:
     """Return a function that runs graphs on all ranks of a simulated world, each from these inputs.
 
     It runs ``Interpreter(ranked(gm), net, random=random).run(inputs)``.
@@ -257,7 +257,7 @@ def bisect_passes(
             "bisect_passes takes what trace_step returns, and was given a GraphModule: give the "
             "TracedStep; two graphs of another tracer are compared by prove or assert_same_values"
         )
-    run_on: Callable[[Sequence[Any]], Run]
+    run_on: Callable[[Sequence[Any]], RunGraph]
     stages = [Stage("", traced.gm)]
     bound = all_bound(passes)
 
@@ -285,14 +285,14 @@ def bisect_passes(
     return replace(extreme, replays=replays, silent=found.silent + extreme.silent, nan=found.nan)
 
 
-def bisect_stages(stages: Sequence[Stage], run: Run, *, every: bool = False) -> Bisection:
+def bisect_stages(stages: Sequence[Stage], run: RunGraph, *, every: bool = False) -> Bisection:
     """Find the pass that changes a bit among finished graphs, the first before all passes."""
     return _PassSearch(stages, run).find(every)
 
 
 def bisect_extremes(
     stages: Sequence[Stage],
-    run_on: Callable[[Sequence[Any]], Run],
+    run_on: Callable[[Sequence[Any]], RunGraph],
     inputs: Sequence[Any],
     *,
     every: bool = False,
@@ -325,7 +325,7 @@ def bisect_extremes(
     return Bisection("equal", len(stages) - 1, silent=silent, replays=replays, every=every)
 
 
-def bisect_towards(stages: Sequence[Stage], run: Run, expected: Values) -> Bisection | None:
+def bisect_towards(stages: Sequence[Stage], run: RunGraph, expected: Values) -> Bisection | None:
     """Find the pass behind the longest prefix that gives ``expected``, which may be a part of the
     values.
 
@@ -346,7 +346,9 @@ class _PassSearch:
     All ranks come to the same answer: one that sees a difference is enough.
     """
 
-    def __init__(self, stages: Sequence[Stage], run: Run, expected: Values | None = None) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], run: RunGraph, expected: Values | None = None
+    ) -> None:
         self._stages, self._run, self._is_part = stages, run, expected is not None
         self._verdicts: dict[int, Verdict] = {}
         self.replays = 0 if self._is_part else 1
@@ -381,7 +383,10 @@ class _PassSearch:
         return replace(equal, nan=tuple(only_nan(self._results)))
 
     def differs(self, number: int) -> bool:
-        """Return whether the graph behind that many passes gives other bits, on any rank."""
+        """Return whether the graph behind that many passes gives other bits, on any rank.
+
+        Every rank must call it.
+        """
         self.replays += 1
         values = self._run(self._stages[number].gm)
         if self._is_part:
@@ -390,7 +395,10 @@ class _PassSearch:
         return on_any_rank(verdict.outcome != "equal")
 
     def describe(self, guilty: int) -> Bisection:
-        """Return the pass of that number, with the node at which it changes a bit."""
+        """Return the pass of that number, with the node at which it changes a bit.
+
+        Every rank must call it.
+        """
         before, after = self._stages[guilty - 1].gm, self._stages[guilty].gm
         verdict = self._verdicts[guilty]
         differing = [one.key for one in verdict.differences]
@@ -405,7 +413,7 @@ class _PassSearch:
 
 
 def _find_node(
-    result: Difference | None, before: fx.GraphModule, after: fx.GraphModule, run: Run
+    result: Difference | None, before: fx.GraphModule, after: fx.GraphModule, run: RunGraph
 ) -> Origin:
     """Find the first node that both graphs have and whose value differs.
 
@@ -497,7 +505,7 @@ class _Pipeline:
 
     stages: list[Stage]
     result: fx.GraphModule
-    runs: list[Run] = field(default_factory=list)
+    runs: list[RunGraph] = field(default_factory=list)
     # Of the same replays; None on several ranks.
     inputs: list[Sequence[Any] | None] = field(default_factory=list)
 
@@ -555,7 +563,7 @@ class _Pipeline:
         return text
 
 
-def _only_state(run: Run, known: Values) -> Run:
+def _only_state(run: RunGraph, known: Values) -> RunGraph:
     """Return a function that runs graphs, and gives the state that they leave, except ``known``."""
 
     def state(gm: fx.GraphModule) -> Values:
@@ -611,7 +619,7 @@ class PassWitness:
         self._pipelines.append(_Pipeline(stages, result))
 
     def _keep(
-        self, gm: fx.GraphModule, run: Callable[[], Run], inputs: Sequence[Any] | None = None
+        self, gm: fx.GraphModule, run: Callable[[], RunGraph], inputs: Sequence[Any] | None = None
     ) -> None:
         for pipeline in self._pipelines:
             if pipeline.result is gm and len(pipeline.runs) < MOST_REPLAYS:

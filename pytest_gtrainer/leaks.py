@@ -91,13 +91,13 @@ def _read() -> Values | None:
 
 def _end_modes(leaked: Changes) -> Changes:
     """Put back modes and hooks that leaked; return the changes with their values in words."""
-    from pytest_gtrainer._torch.modes import MODES, shown
+    from pytest_gtrainer._torch.modes import MODES, spell_mode
 
     changes = dict(leaked)
     for name, (_, put_back) in MODES.items():
         if name in leaked:
             old, new = leaked[name]
-            changes[name] = shown(old), shown(new)
+            changes[name] = spell_mode(old), spell_mode(new)
             put_back(old)
     return changes
 

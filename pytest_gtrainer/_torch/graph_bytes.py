@@ -61,7 +61,7 @@ class _Reader(_UnpickleState):
         super().__init__(mode)
         self.device = device
         self._storages: dict[int, torch.UntypedStorage] = {}
-        # Attributes of a fake tensor beside its sizes, by device: all tensors of a mode share them.
+        # Attributes of a fake tensor besides its sizes, by device: tensors of a mode share them.
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     def tensor(

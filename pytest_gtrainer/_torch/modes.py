@@ -153,7 +153,7 @@ MODES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 }
 
 
-def shown(value: Any) -> str:
+def spell_mode(value: Any) -> str:
     """Return a value of ``MODES`` as text: modes by their classes, hooks by their number."""
     if value is None:
         return "none"

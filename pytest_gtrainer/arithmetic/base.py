@@ -138,7 +138,7 @@ class Arithmetic(ABC):
         self.gaps, self.favoured = other.gaps, other.favoured
 
     def settings(self) -> tuple[Any, ...]:
-        """Return what a program's results depend on, beside the program."""
+        """Return what a program's results depend on, besides the program."""
         favoured = tuple(self.favoured.tolist())
         order = (self.seed, self.bias, self.sign, tuple(self.gaps), favoured)
         return (type(self), self.kind, self.keeps_digits, *order)
@@ -333,7 +333,7 @@ class Arithmetic(ABC):
         """Return an unknown function of each element."""
         operands, constants = [], []
         for name, value in call.named.items():
-            if isinstance(value, Value | Tensor | bool | int | float) and not _is_option(name):
+            if isinstance(value, Value | Tensor | bool | int | float) and name not in _OPTIONS:
                 operands.append(self.lift(value))
             else:
                 constants.append((name, spell(value)))
@@ -341,7 +341,7 @@ class Arithmetic(ABC):
         return self.narrow(hashing.mix(seed, torch.broadcast_tensors(*operands)))
 
     def tag(self, call: Call) -> Any:
-        """Return what the result of a kernel depends on, beside its operands' elements."""
+        """Return what the result of a kernel depends on, besides its operands' elements."""
         return call.base
 
     def compare(self, call: Call) -> Tensor:
@@ -475,10 +475,6 @@ def count_different(elements: Elements) -> int:
 
 
 _OPTIONS = ("alpha", "rounding_mode", "approximate", "dtype", "layout", "device", "memory_format")
-
-
-def _is_option(name: str) -> bool:
-    return name in _OPTIONS
 
 
 def _takes_tensor(call: Call, name: str) -> bool:

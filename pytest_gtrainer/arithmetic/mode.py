@@ -678,11 +678,7 @@ def _check_places(func: Any, args: Any, kwargs: Any) -> None:
 def _covers_storage(tensor: Tensor) -> bool:
     # Strides that overlap would cover less.
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    return tensor.permute(order).is_contiguous() and _count_of(tensor) == tensor.numel()
-
-
-def _count_of(tensor: Tensor) -> int:
-    return whole_storage(tensor).numel()
+    return tensor.permute(order).is_contiguous() and whole_storage(tensor).numel() == tensor.numel()
 
 
 def _is_out(func: Any, name: str) -> bool:

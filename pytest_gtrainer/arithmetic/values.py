@@ -31,7 +31,7 @@ class Value:
 
 
 def spell(argument: Any) -> Any:
-    """Return what a kernel depends on beside elements; equal ones have equal reprs."""
+    """Return what a kernel depends on besides elements; equal ones have equal reprs."""
     if isinstance(argument, Value):
         return ("tensor", tuple(argument.shape), argument.elements.stride(), str(argument.dtype))
     if isinstance(argument, Tensor):

@@ -264,10 +264,10 @@ class _Reader:
         for gm in graphs:
             self._started: dict[fx.Node, int] = {}
             self._returned: dict[fx.Node, list[int | None]] = {}
-            for place in gm.graph.find_nodes(op="placeholder"):
-                for name in (place.name, place.target):
+            for placeholder in gm.graph.find_nodes(op="placeholder"):
+                for name in (placeholder.name, placeholder.target):
                     if name in self._handed:
-                        self._started[place] = self._handed[name]
+                        self._started[placeholder] = self._handed[name]
 
             for node in gm.graph.nodes:
                 self._read(node, rank, steps)
@@ -344,10 +344,10 @@ class _Reader:
         given = [operand for operand in given if operand not in held]
         inputs = body.graph.find_nodes(op="placeholder")
         # Numbers among the operands stand before tensors; a launch is never a number.
-        for place, operand in zip(reversed(inputs), reversed(given), strict=False):
+        for placeholder, operand in zip(reversed(inputs), reversed(given), strict=False):
             launch = self._known_launch(operand)
             if launch is not None:
-                self._started[place] = launch
+                self._started[placeholder] = launch
 
         for inner in body.graph.nodes:
             self._read(inner, rank, steps)
@@ -502,21 +502,21 @@ def is_functional(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace in _FUNCTIONAL
 
 
-def _end(kind: str, place: int, ranks: Sequence[int], node: fx.Node) -> Send | Receive:
+def _end(kind: str, peer: int, ranks: Sequence[int], node: fx.Node) -> Send | Receive:
     """Return the end of a message; its other rank is counted in the group.
 
     Raises:
         ValueError: the group has no such rank, or the node neither sends nor receives.
     """
-    if not 0 <= place < len(ranks):
+    if not 0 <= peer < len(ranks):
         raise ValueError(
-            f"{node.name} names rank {place} of a group of {len(ranks)}: ranks of messages are "
+            f"{node.name} names rank {peer} of a group of {len(ranks)}: ranks of messages are "
             "counted in their group"
         )
     if kind in ("isend", "send"):
-        return Send(ranks[place])
+        return Send(ranks[peer])
     if kind in ("irecv", "recv_"):
-        return Receive(ranks[place])
+        return Receive(ranks[peer])
     raise ValueError(f"{node.name} has the operation {kind!r}: a message is an isend or an irecv")
 
 
@@ -529,14 +529,14 @@ def _ends(node: fx.Node, ranks: Sequence[int]) -> list[tuple[Send | Receive, int
         names = ("op_list", "peer_list", "tag_list", "tensors")
         given = [argument_of(node, name) for name in names]
     elif kind in ("isend", "irecv", "send", "recv_"):
-        place = argument_of(node, "dst" if "send" in kind else "src")
-        given = [[kind], [place], [argument_of(node, "tag")], leaves_of(node.args[:1])]
+        peer = argument_of(node, "dst" if "send" in kind else "src")
+        given = [[kind], [peer], [argument_of(node, "tag")], leaves_of(node.args[:1])]
     else:
         return []
 
     found = []
-    for each, place, tag, carried in zip(*given, strict=True):
-        found.append((_end(each, place, ranks, node), tag, carried.meta.get("val")))
+    for each, peer, tag, carried in zip(*given, strict=True):
+        found.append((_end(each, peer, ranks, node), tag, carried.meta.get("val")))
     return found
 
 

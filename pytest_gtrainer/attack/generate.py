@@ -245,13 +245,17 @@ class _Maker:
 
     def _like(self, node: fx.Node) -> fx.Node:
         """Choose an operand of the same shape and dtype, this one if there is no other."""
+        return self.dice.choice(self._alike(node))
+
+    def _alike(self, node: fx.Node) -> list[fx.Node]:
+        """Return the operands of the same shape and dtype."""
         value = node.meta["val"]
         alike = []
         for other in self.floats:
             given = other.meta["val"]
             if given.shape == value.shape and given.dtype == value.dtype:
                 alike.append(other)
-        return self.dice.choice(alike)
+        return alike
 
     def _unary(self) -> None:
         self._call(self.dice.choice(_UNARY), self._any())
@@ -343,12 +347,7 @@ class _Maker:
 
     def _write_whole(self, buffer: fx.Node) -> None:
         """Fill an empty buffer, or copy something into it; then it may be read."""
-        value = buffer.meta["val"]
-        alike = []
-        for node in self.floats:
-            given = node.meta["val"]
-            if given.shape == value.shape and given.dtype == value.dtype:
-                alike.append(node)
+        alike = self._alike(buffer)
         if alike and self.dice.random() < 0.5:
             self._call(aten.copy_, buffer, self.dice.choice(alike))
         else:

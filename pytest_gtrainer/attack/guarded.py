@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pytest_gtrainer._torch.modes import MODES, shown
+from pytest_gtrainer._torch.modes import MODES, spell_mode
 from pytest_gtrainer._torch.random_states import random_states_kept
 from pytest_gtrainer.numerics import knobs
 from pytest_gtrainer.passes.graph_pass import Pass
@@ -140,7 +140,7 @@ def _settings_kept(noted: set[str], note: Callable[[str], None]) -> Iterator[Non
             now = read()
             if now != before[name]:
                 put_back(before[name])
-                note_once(f"the pass changes {name} to {shown(now)}, which is put back")
+                note_once(f"the pass changes {name} to {spell_mode(now)}, which is put back")
 
         for name, value in knobs.values().items():
             # A module that the pass imports brings its switches with it.

@@ -51,18 +51,18 @@ class OwnGraph:
     is_step: bool = False
 
 
-def load_model(path: str, option: str = "--gt-model") -> MakeModel:
+def load_model(path: str) -> MakeModel:
     """Return the function that ``module:function`` names.
 
     Raises:
         ValueError: there is no such module or function, or it is a module, not a function that
             makes one.
     """
-    found = load_named(path, option, "my_models:tiny")
+    found = load_named(path, "--gt-model", "my_models:tiny")
     if isinstance(found, nn.Module) or not callable(found):
         raise ValueError(
-            f"{option}={path} is of type {type(found).__name__}, not a function without arguments: "
-            f"{_MAY_RETURN}"
+            f"--gt-model={path} is of type {type(found).__name__}, not a function without "
+            f"arguments: {_MAY_RETURN}"
         )
     return found
 

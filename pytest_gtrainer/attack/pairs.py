@@ -11,7 +11,7 @@ the old one, by induction over its nodes. The converse does not hold: pairs that
 inputs may be equal for those that the graph makes, and then whole graphs have to be proven.
 
 Nodes that write or draw have to be the same in both versions, in one order. So a value of memory
-that is written to has, beside its number, an *epoch*: how often that has been written so far.
+that is written to has, besides its number, an *epoch*: how often that has been written so far.
 
 Cost: linear in the nodes. Source: "SAT sweeping" of circuits, Kuehlmann and Krohm, 1997.
 """

@@ -599,7 +599,7 @@ def _is_default(slot: Slot, subject: Subject) -> bool:
     """Return whether an argument has its default, whether the graph gives it or not."""
     if not slot.is_given or _is_same_number(slot.value, slot.default):
         return True
-    return _shown(slot.value, subject) == _shown(slot.default, subject)
+    return _spell_argument(slot.value, subject) == _spell_argument(slot.default, subject)
 
 
 def _results_mismatch(patterns: Sequence[Argument], results: Any, subject: Subject) -> str | None:
@@ -667,7 +667,7 @@ def _mismatch(pattern: Argument, slot: Slot, subject: Subject) -> str | None:
     if isinstance(pattern, List):
         return _list_mismatch(pattern, slot, subject)
 
-    words = f"it is {_shown(value, subject)}, expected {pattern}"
+    words = f"it is {_spell_argument(value, subject)}, expected {pattern}"
     if isinstance(value, fx.Node):
         if isinstance(pattern, CallPattern):
             return _operand_mismatch(pattern, _whole(value), words, subject)
@@ -693,7 +693,7 @@ def _list_mismatch(pattern: List, slot: Slot, subject: Subject) -> str | None:
     if type(value) is int:
         value = [value]
     if not isinstance(value, list | tuple):
-        return f"it is {_shown(value, subject)}, expected the list {pattern}"
+        return f"it is {_spell_argument(value, subject)}, expected the list {pattern}"
     items = [slot._replace(value=item) for item in value]
     return _items_mismatch(pattern.items, items, subject)
 
@@ -777,10 +777,10 @@ def _input_by_index(pattern: Name, subject: Subject) -> str | None:
     return name if subject.inputs_called(name) else None
 
 
-def _shown(value: Any, subject: Subject) -> str:
+def _spell_argument(value: Any, subject: Subject) -> str:
     """Return an argument as a message shows it."""
     if isinstance(value, fx.Node):
         return subject.name_of(value)
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_shown(item, subject) for item in value)}]"
+        return f"[{', '.join(_spell_argument(item, subject) for item in value)}]"
     return spell_literal(value) or repr(value)

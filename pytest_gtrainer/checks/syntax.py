@@ -145,20 +145,20 @@ class _Grammar:
 
     def _expect(self, text: str) -> None:
         if not self._accept(text):
-            raise CheckError(f"expected {text!r}, found {self._shown()}")
+            raise CheckError(f"expected {text!r}, found {self._spell_next()}")
 
-    def _shown(self) -> str:
+    def _spell_next(self) -> str:
         return "the end" if self._next is END else repr(self._next.text)
 
     def word(self, what: str) -> str:
         """Take a word or string; ``what`` says in an error what was expected."""
         if self._next.kind not in ("word", "string"):
-            raise CheckError(f"expected {what}, found {self._shown()}")
+            raise CheckError(f"expected {what}, found {self._spell_next()}")
         return self._take().text
 
     def whole_number(self, what: str) -> int:
         if self._next.kind != "number" or not self._next.text.isdecimal():
-            raise CheckError(f"expected {what}, a whole number, found {self._shown()}")
+            raise CheckError(f"expected {what}, a whole number, found {self._spell_next()}")
         return int(self._take().text)
 
     def pattern(self) -> Pattern:
@@ -193,7 +193,9 @@ class _Grammar:
             self._expect("by")
             return [must.UsedBy(OperatorPattern(self.word("an operator or a captured name")), only)]
         hint = _advice(self._next.text) or nearest(self._next.text, CLAUSES)
-        raise CheckError(f"expected {', '.join(CLAUSES)} or the end, found {self._shown()}{hint}")
+        raise CheckError(
+            f"expected {', '.join(CLAUSES)} or the end, found {self._spell_next()}{hint}"
+        )
 
     def _place(self) -> list[Predicate]:
         found: list[Predicate] = []
@@ -208,7 +210,9 @@ class _Grammar:
         elif self._next.kind in ("word", "string") and not begins_clause:
             found.append(must.InModule(self._take().text))
         if not found:
-            raise CheckError(f"expected fwd, bwd, a module or bucket(...), found {self._shown()}")
+            raise CheckError(
+                f"expected fwd, bwd, a module or bucket(...), found {self._spell_next()}"
+            )
         return found
 
     def _type(self) -> must.HasType:
@@ -220,7 +224,7 @@ class _Grammar:
             dtype = DTYPE_OF[name]
         shape = self._extents()
         if dtype is None and shape is None:
-            raise CheckError(f"expected a dtype or a shape, found {self._shown()}")
+            raise CheckError(f"expected a dtype or a shape, found {self._spell_next()}")
         strides = self._extents() if shape is not None else None
         return must.HasType(dtype, shape, strides)
 

@@ -171,7 +171,7 @@ class TensorErrors:
         return most / self.allowed(factor)
 
     def allowed(self, factor: float) -> float:
-        """Return the largest ratio that chance explains, beside ``factor``."""
+        """Return the largest ratio that chance explains, besides ``factor``."""
         return factor * math.exp(3 / math.sqrt(max(self.count, 1)))
 
     def set_aside(self, factor: float, scale: float, *, varies: bool) -> None:

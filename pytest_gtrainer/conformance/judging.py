@@ -307,7 +307,7 @@ def _timer(
 
 
 @dataclass(frozen=True)
-class Run:
+class PassRun:
     """A pass on the graph of a recipe; graph and result are made when they are first read."""
 
     adapter: Adapter
@@ -404,7 +404,7 @@ class Rule:
     merging: bool
     may_refuse: bool
     any_model: bool
-    judge: Callable[[Run], None]
+    judge: Callable[[PassRun], None]
 
 
 RULES: dict[str, Rule] = {}
@@ -424,7 +424,7 @@ def rule(
 ) -> Callable[[Any], Any]:
     """Register a judge; the arguments are the attributes of ``Rule``."""
 
-    def register(judge: Callable[[Run], None]) -> Callable[[Run], None]:
+    def register(judge: Callable[[PassRun], None]) -> Callable[[PassRun], None]:
         # Without graphs of its own a rule makes models that it knows.
         fits = bool(graphs) if any_model is None else any_model
         RULES[id] = Rule(id, says, kinds, graphs, world, merging, may_refuse, fits, judge)
@@ -461,7 +461,7 @@ def judge(rule: Rule, adapter: Adapter, request: pytest.FixtureRequest, model: s
         raise AssertionError(str(error)) from None
     could_fail, proving_nothing = [], []
     for recipe in recipes:
-        run = Run(adapter, recipe, request)
+        run = PassRun(adapter, recipe, request)
         try:
             _judge_run(rule, run)
             could_fail.append(str(recipe))
@@ -500,7 +500,7 @@ def _recipes_for(rule: Rule, adapter: Adapter, model: str) -> list[Recipe]:
     return as_given(adapter.kind, rule.graphs or (Recipe(),))
 
 
-def _judge_run(rule: Rule, run: Run) -> None:
+def _judge_run(rule: Rule, run: PassRun) -> None:
     """Judge one graph, unless the pass refuses it and may, or leaves it as it is."""
     if rule.may_refuse:
         try:

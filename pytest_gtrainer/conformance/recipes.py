@@ -66,7 +66,7 @@ class Recipe:
         mixed: norms are gathered in float32.
         mesh: names and extents. The last dimension shards; "replicate" holds replicas; over "tp"
             activations are exchanged.
-        beside: the dimension that activations are exchanged over.
+        activation_dim: the dimension that activations are exchanged over.
         gathers_again: parameters are gathered again in the backward.
         moe: blocks have experts, which are in a bucket of their own.
         inside: an addition to a block, or to its experts; see ``_add_inside``.
@@ -91,7 +91,7 @@ class Recipe:
     reduced: torch.dtype | None = torch.float32
     mixed: bool = False
     mesh: tuple[tuple[str, int], ...] = (("fsdp", 4),)
-    beside: str = "tp"
+    activation_dim: str = "tp"
     gathers_again: bool = False
     moe: bool = False
     inside: str = ""
@@ -164,9 +164,9 @@ class Recipe:
 
     def model(self, meshes: DeviceMesh | None) -> "Net":
         """Return the model on this rank of a mesh, not sharded."""
-        if meshes is None or self.beside not in dict(self.mesh):
+        if meshes is None or self.activation_dim not in dict(self.mesh):
             return Net(self)
-        return Net(self, meshes[self.beside].get_group())
+        return Net(self, meshes[self.activation_dim].get_group())
 
     def trace(self, meshes: DeviceMesh | None) -> tuple[fx.GraphModule, fx.GraphModule | None]:
         """Return the joint graph of a step on this rank, and its twin at the extent of a chunk.
@@ -433,28 +433,28 @@ class Experts(nn.Module):
 class Moe(nn.Module):
     """Experts and a router, which scales what the experts return."""
 
-    def __init__(self, recipe: Recipe, beside: dist.ProcessGroup | None) -> None:
+    def __init__(self, recipe: Recipe, activation_group: dist.ProcessGroup | None) -> None:
         super().__init__()
         self.router, self.experts = nn.Linear(recipe.dim, 1), Experts(recipe)
-        self._recipe, self._beside = recipe, beside
+        self._recipe, self._activation_group = recipe, activation_group
 
     def forward(self, x: torch.Tensor) -> Any:
-        return _add_inside(self.experts(x), self._recipe, self._beside) * self.router(x)
+        return _add_inside(self.experts(x), self._recipe, self._activation_group) * self.router(x)
 
 
 class MoeBlock(nn.Module):
     """A residual block of a norm and experts."""
 
-    def __init__(self, recipe: Recipe, beside: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, recipe: Recipe, activation_group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self.norm, self.moe = nn.LayerNorm(recipe.dim), Moe(recipe, beside)
+        self.norm, self.moe = nn.LayerNorm(recipe.dim), Moe(recipe, activation_group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.moe(self.norm(x))
 
 
 def _add_inside(
-    h: torch.Tensor, recipe: Recipe, beside: dist.ProcessGroup | None, place: int = 0
+    h: torch.Tensor, recipe: Recipe, activation_group: dist.ProcessGroup | None, place: int = 0
 ) -> torch.Tensor:
     """Return ``h`` with the addition that ``Recipe.inside`` names: what a rule is about.
 
@@ -471,14 +471,16 @@ def _add_inside(
             return h.view(h.shape).transpose(0, 1).transpose(0, 1)
         case "buffers":
             return _with_fresh_buffers(h)
-        case "exchanges" if beside is not None:
-            return h + WAIT(ALL_REDUCE(h.detach().contiguous(), "sum", beside.group_name))
-        case "routes" if beside is not None:
+        case "exchanges" if activation_group is not None:
+            return h + WAIT(ALL_REDUCE(h.detach().contiguous(), "sum", activation_group.group_name))
+        case "routes" if activation_group is not None:
             # Rows go to other ranks, as in expert parallelism.
             rows = h.contiguous()
-            return functional_collectives.all_to_all_single_autograd(rows, None, None, beside)
-        case "sends" if beside is not None:
-            sent: torch.Tensor = _Handover.apply(h.contiguous(), beside, 3 * place)
+            return functional_collectives.all_to_all_single_autograd(
+                rows, None, None, activation_group
+            )
+        case "sends" if activation_group is not None:
+            sent: torch.Tensor = _Handover.apply(h.contiguous(), activation_group, 3 * place)
             return sent
     return h
 
@@ -556,7 +558,7 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, recipe: Recipe, beside: dist.ProcessGroup | None = None, place: int = 0
+        self, recipe: Recipe, activation_group: dist.ProcessGroup | None = None, place: int = 0
     ) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(recipe.dim))
@@ -564,43 +566,47 @@ class Block(nn.Module):
         for name in recipe.registered:
             self.add_module(name, nn.Linear(recipe.dim, recipe.dim, bias=name in recipe.bias))
         self.norm = nn.LayerNorm(recipe.dim)
-        self._recipe, self._beside, self._place = recipe, beside, place
+        self._recipe, self._activation_group, self._place = recipe, activation_group, place
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm(x)
         for name in self._recipe.executed:
             h = torch.tanh(self.get_submodule(name)(h))
-        h = _add_inside(h, self._recipe, self._beside, self._place)
+        h = _add_inside(h, self._recipe, self._activation_group, self._place)
         return x + (h + self.shift) * self.scale
 
 
 class Net(nn.Module):
     """An embedding, blocks, a norm and a head.
 
-    Behind each block activations are exchanged over ``beside``, unless the block itself adds
+    Behind each block activations are exchanged in ``activation_group``, unless the block adds
     something (``Recipe.inside``).
     """
 
-    def __init__(self, recipe: Recipe, beside: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, recipe: Recipe, activation_group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.tok_embeddings = nn.Embedding(VOCABULARY, recipe.dim)
         blocks: list[nn.Module] = []
         for place in range(recipe.layers):
-            blocks.append(MoeBlock(recipe, beside) if recipe.moe else Block(recipe, beside, place))
+            blocks.append(
+                MoeBlock(recipe, activation_group)
+                if recipe.moe
+                else Block(recipe, activation_group, place)
+            )
         self.layers = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(recipe.dim)
         self.lm_head = nn.Linear(recipe.dim, VOCABULARY, bias=False)
         if recipe.tied:
             self.lm_head.weight = self.tok_embeddings.weight
-        self._beside = None if recipe.inside else beside
+        self._activation_group = None if recipe.inside else activation_group
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tok_embeddings(tokens)
         for layer in self.layers:
             x = layer(x)
-            if self._beside is not None:
-                size, name = self._beside.size(), self._beside.group_name
+            if self._activation_group is not None:
+                size, name = self._activation_group.size(), self._activation_group.group_name
                 exchanged = WAIT(ALL_GATHER(x.detach().contiguous(), size, name))
                 x = x + WAIT(ALL_REDUCE(exchanged[: x.shape[0]].contiguous(), "sum", name))
         logits: torch.Tensor = self.lm_head(self.norm(x))

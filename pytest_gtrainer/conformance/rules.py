@@ -19,7 +19,7 @@ from torch import fx
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.fake_groups import fake_group_beside, new_group_names
-from pytest_gtrainer._torch.modes import MODES, shown
+from pytest_gtrainer._torch.modes import MODES, spell_mode
 from pytest_gtrainer._torch.passes import ALL_TO_ALL
 from pytest_gtrainer._torch.process_groups import group_ranks, plain_reduction
 from pytest_gtrainer._torch.random_states import random_state
@@ -32,9 +32,9 @@ from pytest_gtrainer.conformance.judging import (
     KINDS,
     MERGING,
     Nothing,
+    PassRun,
     Raised,
     Refused,
-    Run,
     adapter_at,
     as_given,
     rule,
@@ -107,7 +107,7 @@ AGAINST_MEMORY, REASSIGNMENT, DDP, CHUNKING = (
 )
 DENSE, ODD, TIED = Recipe(), Recipe(dim=10), Recipe(tied=True)
 HYBRID = Recipe(mesh=(("replicate", 2), ("fsdp", 2)))
-BESIDE = Recipe(mesh=(("fsdp", 2), ("tp", 2)))
+WITH_TP = Recipe(mesh=(("fsdp", 2), ("tp", 2)))
 MIXED, AGAIN, MOE = Recipe(mixed=True), Recipe(gathers_again=True), Recipe(moe=True, batch=4)
 DEEP = Recipe(layers=4)
 ORDERS = (DENSE, ODD, TIED, HYBRID, MOE)
@@ -123,20 +123,20 @@ MOST_RUNS = 30  # with those that shrink a failure
     DENSE,
     ODD,
     TIED,
-    BESIDE,
+    WITH_TP,
     HYBRID,
     AGAIN,
     MIXED,
 )
-def is_valid(run: Run) -> None:
+def is_valid(run: PassRun) -> None:
     try:
         lint(run.after.graph, run.adapter.name)
     except RuntimeError as error:
         raise AssertionError(str(error)) from None
 
 
-@rule("E7", "running a pass on its own output changes nothing", IN_PLACE, DENSE, ODD, BESIDE)
-def is_idempotent(run: Run) -> None:
+@rule("E7", "running a pass on its own output changes nothing", IN_PLACE, DENSE, ODD, WITH_TP)
+def is_idempotent(run: PassRun) -> None:
     once = render(run.after)
     twice = render(run.of(run.after))
     if twice != once:
@@ -151,7 +151,7 @@ def is_idempotent(run: Run) -> None:
     KINDS,
     any_model=True,
 )
-def leaves_what_it_refuses(run: Run) -> None:
+def leaves_what_it_refuses(run: PassRun) -> None:
     """Give the pass a collective without a value, random numbers, and options that do not fit."""
     refuses_any = False
     for what, gm, options in _unfit_graphs(run):
@@ -180,7 +180,7 @@ def leaves_what_it_refuses(run: Run) -> None:
         raise Nothing("it refuses none of the graphs")
 
 
-def _unfit_graphs(run: Run) -> Iterator[tuple[str, fx.GraphModule, dict[str, Any]]]:
+def _unfit_graphs(run: PassRun) -> Iterator[tuple[str, fx.GraphModule, dict[str, Any]]]:
     """Yield what does not fit a pass, in words, the graph, and options."""
     spoilt = graph_of(run.recipe)
     collectives = [node for node in spoilt.graph.nodes if launches(node.target)]
@@ -212,7 +212,7 @@ def _metadata(gm: fx.GraphModule) -> dict[tuple[str, str], str]:
     KINDS,
     any_model=True,
 )
-def leaves_the_process(run: Run) -> None:
+def leaves_the_process(run: PassRun) -> None:
     given = graph_of(run.recipe)
     before = _state_of_the_process()
     run.of(given)
@@ -223,7 +223,7 @@ def leaves_the_process(run: Run) -> None:
             continue
         what = name
         if not name.startswith("the random state"):
-            what += f" from {shown(was)} to {shown(now)}"
+            what += f" from {spell_mode(was)} to {spell_mode(now)}"
         changed.append(what)
     if changed:
         raise AssertionError(f"it changes {', '.join(changed)}")
@@ -248,12 +248,12 @@ def _state_of_the_process() -> dict[str, Any]:
     TIED,
     HYBRID,
     AGAIN,
-    BESIDE,
+    WITH_TP,
     MOE,
     DEEP,
     MIXED,
 )
-def keeps_values_of_all_shards(run: Run) -> None:
+def keeps_values_of_all_shards(run: PassRun) -> None:
     """Judge the graphs of this rank; where shards are uneven, also those of the other ranks."""
     keeps_values(run)
     for rank in _ranks_with_other_shards(run.recipe):
@@ -279,7 +279,7 @@ def _ranks_with_other_shards(recipe: Recipe) -> set[int]:
     return {0, recipe.size - 1} - {dist.get_rank()}
 
 
-def keeps_values(run: Run) -> None:
+def keeps_values(run: PassRun) -> None:
     """Compare values and what the graphs communicate.
 
     A proof takes less time than runs with extreme numbers do, and says more. But nothing is proven
@@ -293,7 +293,7 @@ def keeps_values(run: Run) -> None:
         _keep_values_on_all_ranks(run)
 
 
-def _are_identical(run: Run) -> bool:
+def _are_identical(run: PassRun) -> bool:
     """Return whether a proof says that all ranks get the same bits, for any numbers."""
     size = dist.get_world_size()
     net = NetModel(ranks_per_node=size, accumulate="fp32")
@@ -305,7 +305,7 @@ def _are_identical(run: Run) -> bool:
     return proof.kind == "identical"
 
 
-def _keep_values_here(run: Run, *, extremes: bool) -> None:
+def _keep_values_here(run: PassRun, *, extremes: bool) -> None:
     """Fail unless the graphs of this rank give the same bits."""
     try:
         with facts.failing_checks(lambda error: None):  # a vacuous check judges nothing here
@@ -325,7 +325,7 @@ def _keep_values_here(run: Run, *, extremes: bool) -> None:
         )
 
 
-def _communicate_as_much(run: Run) -> None:
+def _communicate_as_much(run: PassRun) -> None:
     """Fail unless the graphs reduce the same elements, and send no more bytes.
 
     In a fake world an all-gather repeats the shard and a reduction leaves it. So no value depends
@@ -349,7 +349,7 @@ def _communicate_as_much(run: Run) -> None:
                 )
 
 
-def _keep_values_on_all_ranks(run: Run) -> None:
+def _keep_values_on_all_ranks(run: PassRun) -> None:
     """Fail unless the graphs give the same bits if each rank holds other shards and tokens.
 
     A fake all-gather repeats the shard of one rank, whose order among the others does not show. The
@@ -428,7 +428,7 @@ def _sent(gm: fx.GraphModule) -> Counter[str]:
     DENSE,
     AGAIN,
 )
-def keeps_metadata(run: Run) -> None:
+def keeps_metadata(run: PassRun) -> None:
     given = graph_of(run.recipe)
     before = {node: f"{node_fqn(node)} {direction(node)}" for node in given.graph.nodes}
     after = run.of(given)
@@ -495,20 +495,20 @@ def _spell_layout(tensor: torch.Tensor) -> str:
     DENSE,
     TIED,
     HYBRID,
-    BESIDE,
+    WITH_TP,
     ODD,
 )
-def is_same_on_ranks(run: Run) -> None:
+def is_same_on_ranks(run: PassRun) -> None:
     mesh = dict(run.recipe.mesh)
     launched = _in_order(run.after)
     # The rank that was first with its shapes of inputs, and its text.
     texts = {_shapes(run.before): (dist.get_rank(), _without_ranks(render(run.after, mesh=mesh)))}
     for rank in sorted(set(range(run.recipe.size)) - {dist.get_rank()}):
         with fake_group_beside(rank, run.recipe.size):
-            beside = replace(run)
-            there = _without_ranks(render(beside.after, mesh=mesh))
-            launched_there = _in_order(beside.after)
-            first, here = texts.setdefault(_shapes(beside.before), (rank, there))
+            elsewhere = replace(run)
+            there = _without_ranks(render(elsewhere.after, mesh=mesh))
+            launched_there = _in_order(elsewhere.after)
+            first, here = texts.setdefault(_shapes(elsewhere.before), (rank, there))
         # Ranks whose collectives differ wait for each other forever.
         for own, other in itertools.zip_longest(launched, launched_there, fillvalue="nothing"):
             if own != other:
@@ -546,10 +546,10 @@ def _in_order(gm: fx.GraphModule) -> list[str]:
     return found
 
 
-MESSAGES = Recipe(inside="sends", mesh=BESIDE.mesh)
+MESSAGES = Recipe(inside="sends", mesh=WITH_TP.mesh)
 
 
-def _calls_on_all_ranks(run: Run) -> tuple[dict[int, Calls], dict[int, Calls]]:
+def _calls_on_all_ranks(run: PassRun) -> tuple[dict[int, Calls], dict[int, Calls]]:
     """Return what each rank calls before and after the pass.
 
     All worlds name their groups from one number, so a group has one name on all its ranks.
@@ -583,10 +583,10 @@ def _schedules(calls: dict[int, Calls]) -> dict[int, Schedule]:
     "collectives keep one order in each group, no rank waits for ever, and luck decides no order",
     tuple(kind for kind in IN_PLACE if kind not in CANONICAL),
     HYBRID,
-    BESIDE,
+    WITH_TP,
     ODD,
 )
-def keeps_one_order(run: Run) -> None:
+def keeps_one_order(run: PassRun) -> None:
     """Put the collectives of all ranks into the queues of their groups."""
     before, after = _calls_on_all_ranks(run)
     if not any(calls.schedule for calls in before.values()):
@@ -606,7 +606,7 @@ def keeps_one_order(run: Run) -> None:
     MESSAGES,
     may_refuse=True,
 )
-def keeps_messages(run: Run) -> None:
+def keeps_messages(run: PassRun) -> None:
     """Compare the messages of each rank with those of before, and match those of all ranks."""
     before, after = _calls_on_all_ranks(run)
     if not any(calls.messages for calls in before.values()):
@@ -637,12 +637,12 @@ def print_texts() -> None:
         return
     with fake_world(WorldSpec("fake", 4, {}, rank=1)):
         # A run needs its request only to keep a graph.
-        runs = [Run(adapter, recipe, None) for recipe in recipes]  # type: ignore[arg-type]
+        runs = [PassRun(adapter, recipe, None) for recipe in recipes]  # type: ignore[arg-type]
         print(json.dumps([render(run.after, mesh=dict(run.recipe.mesh)) for run in runs]))
 
 
 @rule("process", "another process, with another hash seed, gets the same graph", KINDS, DENSE)
-def is_same_elsewhere(run: Run) -> None:
+def is_same_elsewhere(run: PassRun) -> None:
     adapter = run.adapter
     runs = [run]
     if not isinstance(run.recipe, OwnRecipe):
@@ -690,7 +690,7 @@ def _calls(function: Callable[..., Any], *args: Any) -> int:
 
 
 @rule("growth", "linear in nodes: 4 times the layers cost at most 5 times the calls", KINDS)
-def is_linear(run: Run) -> None:
+def is_linear(run: PassRun) -> None:
     calls = []
     for layers in (4, 16):
         larger = replace(run, recipe=replace(run.recipe, layers=layers))
@@ -711,7 +711,7 @@ def is_linear(run: Run) -> None:
     KINDS,
     Recipe(layers=16),
 )
-def is_cheap(run: Run) -> None:
+def is_cheap(run: PassRun) -> None:
     if len(run.before.graph.nodes) < FEWEST_NODES:
         raise Nothing(f"a graph of fewer than {FEWEST_NODES} nodes says nothing about cost")
     _ = run.after  # the first run imports modules and fills caches
@@ -727,7 +727,7 @@ def is_cheap(run: Run) -> None:
     "E6, D9 and D17 on generated models, shrunk to the smallest that breaks one",
     IN_PLACE,
 )
-def holds_on_generated(run: Run) -> None:
+def holds_on_generated(run: PassRun) -> None:
     """Judge models that hypothesis generates, and report the smallest one that breaks a rule."""
     try:
         import hypothesis
@@ -796,7 +796,7 @@ def _recipes() -> Any:
             bias=biases.map(lambda chosen: tuple(sorted(chosen))),
             tied=strategies.booleans(),
             reduced=strategies.sampled_from((torch.float32, torch.bfloat16, None)),
-            mesh=strategies.sampled_from((DENSE.mesh, HYBRID.mesh, BESIDE.mesh)),
+            mesh=strategies.sampled_from((DENSE.mesh, HYBRID.mesh, WITH_TP.mesh)),
             gathers_again=strategies.booleans(),
             waits=strategies.sampled_from(("", "late", "alias")),
         )
@@ -812,10 +812,10 @@ def _recipes() -> Any:
     ODD,
     TIED,
     HYBRID,
-    BESIDE,
+    WITH_TP,
     AGAIN,
 )
-def can_be_read(run: Run) -> None:
+def can_be_read(run: PassRun) -> None:
     def slots(gm: fx.GraphModule) -> set[str]:
         found = set[str]()
         for payload in bucket_layout(gm).payloads:
@@ -849,7 +849,7 @@ def can_be_read(run: Run) -> None:
     AGAIN,
     MIXED,
 )
-def merges_each_bucket(run: Run) -> None:
+def merges_each_bucket(run: PassRun) -> None:
     if not run.recipe.plan:
         raise Nothing("its model has no bucket plan: return a TrainConfig")
     plan = Plan(run.recipe.plan)
@@ -881,7 +881,7 @@ def merges_each_bucket(run: Run) -> None:
 
 
 @rule("D2", "payloads are in FSDP2's managed order, never the order of the graph", MERGING, *ORDERS)
-def packs_in_managed_order(run: Run) -> None:
+def packs_in_managed_order(run: PassRun) -> None:
     managed = run.before.graph.output_node().meta.get("gt_managed_order")
     if managed is None:
         raise Nothing("the graph does not say in which order FSDP2 manages its parameters")
@@ -910,7 +910,7 @@ def packs_in_managed_order(run: Run) -> None:
     merging=True,
     any_model=False,
 )
-def packs_as_eager(run: Run) -> None:
+def packs_as_eager(run: PassRun) -> None:
     config = run.recipe.config(mesh_of(run.recipe))
     eager = new_model(config)
     shard_eagerly(eager, config)
@@ -922,11 +922,11 @@ def packs_as_eager(run: Run) -> None:
     "D6",
     "collectives of other parallelism stay as they are",
     MERGING,
-    BESIDE,
+    WITH_TP,
     merging=True,
     any_model=False,
 )
-def leaves_other_collectives(run: Run) -> None:
+def leaves_other_collectives(run: PassRun) -> None:
     tp = mesh_of(run.recipe).get_group("tp").group_name
 
     def of_tp(gm: fx.GraphModule) -> Counter[str]:
@@ -942,7 +942,7 @@ def leaves_other_collectives(run: Run) -> None:
 
 
 @rule("D7", "members that differ in dtype are never merged", MERGING, MIXED)
-def keeps_dtypes_apart(run: Run) -> None:
+def keeps_dtypes_apart(run: PassRun) -> None:
     dtypes = {}
     for payload in bucket_layout(run.before).payloads:
         for parameter in payload.parameters:
@@ -964,7 +964,7 @@ def keeps_dtypes_apart(run: Run) -> None:
     DENSE,
     merging=True,
 )
-def marks_its_nodes(run: Run) -> None:
+def marks_its_nodes(run: PassRun) -> None:
     known = {node.name for node in run.before.graph.nodes}
     for node in run.after.graph.nodes:
         is_new = node.op == "call_function" and node.name not in known
@@ -981,7 +981,7 @@ def marks_its_nodes(run: Run) -> None:
     HYBRID,
     merging=True,
 )
-def keeps_strides(run: Run) -> None:
+def keeps_strides(run: PassRun) -> None:
     """Compare the strides of what each node of the model reads.
 
     A strided view in the place of a contiguous tensor changes the bits of a later sum.
@@ -1024,7 +1024,7 @@ _NEXT_FIRST = "the next all-gather of the forward is launched before this one is
 
 
 @rule("E1", _NEXT_FIRST, MERGING, DENSE, HYBRID, merging=True)
-def prefetches(run: Run) -> None:
+def prefetches(run: PassRun) -> None:
     spans = _spans(run.after, "all_gather", FORWARD)
     for (name, _, wait), (later, launch, _) in itertools.pairwise(spans):
         if launch > wait:
@@ -1042,7 +1042,7 @@ def prefetches(run: Run) -> None:
     HYBRID,
     merging=True,
 )
-def waits_late(run: Run) -> None:
+def waits_late(run: PassRun) -> None:
     spans = _spans(run.after, "reduce_scatter", BACKWARD)
     for (name, _, wait), (later, launch, _) in itertools.pairwise(spans):
         if wait < launch:
@@ -1052,7 +1052,7 @@ def waits_late(run: Run) -> None:
 
 
 @rule("E4", "only collective chains move", (*MERGING, *DEDUPLICATION, *REASSIGNMENT), DENSE, AGAIN)
-def moves_no_compute(run: Run) -> None:
+def moves_no_compute(run: PassRun) -> None:
     given = graph_of(run.recipe)
     moving = set[fx.Node]()
     for member in (*fsdp_all_gathers(given), *fsdp_reduce_scatters(given)):
@@ -1087,7 +1087,7 @@ SLOW = CostModel(flops_per_second=1e30, bytes_per_second=1e30, link=1e30, overhe
     DENSE,
     AGAIN,
 )
-def hides_collectives(run: Run) -> None:
+def hides_collectives(run: PassRun) -> None:
     """Count the exposed collectives.
 
     Eager FSDP2 exposes two: nothing runs before the first all-gather has arrived, nor behind the
@@ -1131,7 +1131,7 @@ FOUR_OF_EXPERTS = replace(FOUR, moe=True, sequence=8)
 @rule(
     "aliases", "outputs keep strides and aliases; copies that matter stay", CANONICAL, DENSE, TRAP
 )
-def keeps_aliases(run: Run) -> None:
+def keeps_aliases(run: PassRun) -> None:
     keeps_values(run)
     for at, (was, now) in enumerate(zip(*map(_aliases_of_outputs, run.graphs), strict=True)):
         if was != now:
@@ -1145,7 +1145,7 @@ def keeps_aliases(run: Run) -> None:
     NOISE,
     any_model=False,
 )
-def has_one_spelling(run: Run) -> None:
+def has_one_spelling(run: PassRun) -> None:
     plain = render(replace(run, recipe=replace(run.recipe, inside="")).after)
     noisy = render(run.after)
     if plain != noisy:
@@ -1162,7 +1162,7 @@ def has_one_spelling(run: Run) -> None:
     TIED,
     AGAIN,
 )
-def gathers_once(run: Run) -> None:
+def gathers_once(run: PassRun) -> None:
     def launches_by_value(gm: fx.GraphModule) -> dict[Any, list[str]]:
         found: dict[Any, list[str]] = {}
         for member in fsdp_all_gathers(gm):
@@ -1214,7 +1214,7 @@ rule(
     DENSE,
     TIED,
 )
-def marks_what_it_recomputes(run: Run) -> None:
+def marks_what_it_recomputes(run: PassRun) -> None:
     names = {node.name for node in run.before.graph.nodes}
     owners: dict[int, str] = {}
     for node in run.after.graph.nodes:
@@ -1241,7 +1241,7 @@ def marks_what_it_recomputes(run: Run) -> None:
     DENSE,
     any_model=False,
 )
-def draws_once(run: Run) -> None:
+def draws_once(run: PassRun) -> None:
     """Look for new nodes that draw; the pass may refuse the region, or save what was drawn."""
     drops = replace(run, recipe=replace(run.recipe, inside="drops"))
     known = {node.name for node in drops.before.graph.nodes}
@@ -1255,7 +1255,7 @@ def draws_once(run: Run) -> None:
 
 
 @rule("memory", "the peak of memory is smaller than before", AGAINST_MEMORY, DENSE, TIED)
-def needs_less_memory(run: Run) -> None:
+def needs_less_memory(run: PassRun) -> None:
     before, after = map(peak_memory, run.graphs)
     if after.peak >= before.peak:
         raise AssertionError(
@@ -1274,10 +1274,10 @@ def _groups(gm: fx.GraphModule) -> dict[str, str]:
     REASSIGNMENT,
     DENSE,
     HYBRID,
-    BESIDE,
-    Recipe(beside="fsdp"),
+    WITH_TP,
+    Recipe(activation_dim="fsdp"),
 )
-def moves_gathers(run: Run) -> None:
+def moves_gathers(run: PassRun) -> None:
     parameters = {member.launch.name: member.parameter for member in fsdp_all_gathers(run.before)}
     before, after = map(_groups, run.graphs)
     if len(run.before.graph.nodes) != len(run.after.graph.nodes) or before.keys() != after.keys():
@@ -1303,7 +1303,7 @@ def moves_gathers(run: Run) -> None:
 
 
 @rule("F4", "a new world has new groups", REASSIGNMENT, DENSE, HYBRID, any_model=False)
-def forgets_groups(run: Run) -> None:
+def forgets_groups(run: PassRun) -> None:
     """Run the pass in two worlds, one after the other, whose groups have equal names.
 
     Two tests in one process have such worlds. A pass that keeps a table of groups, by name or by
@@ -1342,7 +1342,7 @@ def forgets_groups(run: Run) -> None:
     EXPERTS,
     FOUR_OF_EXPERTS,
 )
-def has_bits_of_chunks(run: Run) -> None:
+def has_bits_of_chunks(run: PassRun) -> None:
     """Compare the chunked graph with eager chunking; unchunked bits must differ.
 
     With four chunks and a weight that is used twice, a wrong order of addition shows.
@@ -1378,7 +1378,7 @@ def has_bits_of_chunks(run: Run) -> None:
     EXPERTS,
     FOUR_OF_EXPERTS,
 )
-def exchanges_by_chunk(run: Run) -> None:
+def exchanges_by_chunk(run: PassRun) -> None:
     routed = replace(run, recipe=replace(run.recipe, inside="routes", mesh=(("tp", 4),)))
     before = len(routed.before.graph.find_nodes(op="call_function", target=ALL_TO_ALL))
     after = len(routed.after.graph.find_nodes(op="call_function", target=ALL_TO_ALL))
@@ -1390,14 +1390,14 @@ def exchanges_by_chunk(run: Run) -> None:
 
 
 @rule("G5", "a chunk that is contiguous is not copied", CHUNKING, DENSE, EXPERTS)
-def copies_no_chunk(run: Run) -> None:
+def copies_no_chunk(run: PassRun) -> None:
     known = {node.name for node in run.before.graph.nodes}
     for node in run.after.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
         if node.name not in known and node.args[0].meta["val"].is_contiguous():
             raise AssertionError(f"{node} copies {node.args[0]}, which is contiguous")
 
 
-def _refuses(run: Run, **wrong: Any) -> None:
+def _refuses(run: PassRun, **wrong: Any) -> None:
     made = replace(run, recipe=replace(run.recipe, **wrong))
     try:
         _ = made.after
@@ -1407,12 +1407,12 @@ def _refuses(run: Run, **wrong: Any) -> None:
 
 
 @rule("G8", "a collective that every chunk would run is refused", CHUNKING, DENSE, EXPERTS)
-def refuses_exchanges(run: Run) -> None:
+def refuses_exchanges(run: PassRun) -> None:
     _refuses(run, inside="exchanges", mesh=(("tp", 4),))
 
 
 @rule("G24", "an operator that mixes the rows of chunks is refused", CHUNKING, DENSE, EXPERTS)
-def refuses_mixing(run: Run) -> None:
+def refuses_mixing(run: PassRun) -> None:
     _refuses(run, inside="mixes")
 
 
@@ -1421,16 +1421,16 @@ _NODES = "on two simulated nodes, too, where the order of a payload shows"
 
 
 @rule("bits", _BITS, JOINT, world=("ranks", {"size": 3}))
-def has_bits_of_eager(run: Run) -> None:
+def has_bits_of_eager(run: PassRun) -> None:
     _train_as_eager(run, Recipe(mesh=(("fsdp", 3),), dim=9, bias=("w1", "w2"), reduced=None))
 
 
 @rule("nodes", _NODES, JOINT, world=("simulated", {"size": 4, "nodes": 2}))
-def has_bits_of_eager_on_nodes(run: Run) -> None:
+def has_bits_of_eager_on_nodes(run: PassRun) -> None:
     _train_as_eager(run, Recipe(reduced=torch.bfloat16))
 
 
-def _train_as_eager(run: Run, recipe: Recipe) -> None:
+def _train_as_eager(run: PassRun, recipe: Recipe) -> None:
     """Train both sides for two steps; the control packs backwards and must differ."""
     run = replace(run, recipe=recipe)
     mine = BoundPass(run.adapter.name, (), lambda gm, example_inputs=None: run.of(gm), {})

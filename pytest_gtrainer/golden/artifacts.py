@@ -65,13 +65,13 @@ def save(item: pytest.Item, name: str, text: str) -> Path | None:
     top = folder(item.config)
     if top is None:
         return None
-    path = _place_of(item, top) / safe(name, fold_case=False)
+    path = _folder_of(item, top) / safe(name, fold_case=False)
     try:
         store.write(path, top, text)
     except (OSError, ValueError) as error:
         # The store raises these when it looks at the folder, before it takes the lock.
         raise store.GoldenFileError(
-            f"{shown(path)} was not written: {store.reason(error)}"
+            f"{path_from_here(path)} was not written: {store.reason(error)}"
         ) from error
     return path
 
@@ -93,32 +93,34 @@ def folder_of(item: pytest.Item) -> Path | None:
     top = folder(item.config)
     if top is None:
         return None
-    place = _place_of(item, top)
+    path = _folder_of(item, top)
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         item.warn(
-            ArtifactWarning(f"--gt-artifacts: {shown(place)} was not made: {store.reason(error)}")
+            ArtifactWarning(
+                f"--gt-artifacts: {path_from_here(path)} was not made: {store.reason(error)}"
+            )
         )
         return None
-    return place
+    return path
 
 
-def _place_of(item: pytest.Item, top: Path) -> Path:
-    place = top.joinpath(*stem_of_test(id_of(item)).parts[1:])
+def _folder_of(item: pytest.Item, top: Path) -> Path:
+    path = top.joinpath(*stem_of_test(id_of(item)).parts[1:])
     rank = getattr(item.config, "workerinput", {}).get("gt_rank")
-    return place if rank is None else place / f"rank{rank}"
+    return path if rank is None else path / f"rank{rank}"
 
 
 def remove_empty_folders(top: Path) -> None:
     """Remove the folders that tests have not used, at the end of a run, in one process."""
     with contextlib.suppress(ValueError):  # a NUL in the path, so there is no folder
-        for place, _, _ in os.walk(top, topdown=False):
+        for path, _, _ in os.walk(top, topdown=False):
             with contextlib.suppress(OSError):  # not empty
-                os.rmdir(place)
+                os.rmdir(path)
 
 
-def shown(path: Path) -> str:
+def path_from_here(path: Path) -> str:
     """Return a path as a person in the current folder would type it."""
     here = os.path.relpath(path)
     return facts.escaped(str(path) if here.startswith(os.pardir) else here)

@@ -155,7 +155,7 @@ class GoldenPlugin:
     def _not_judged_fact(self, item: pytest.Item, claim: Claim, why: str) -> list[facts.Fact]:
         try:
             kept = artifacts.save(item, _artifact(claim, "obtained"), claim.text)
-            where = f"; obtained: {artifacts.shown(kept)}" if kept is not None else ""
+            where = f"; obtained: {artifacts.path_from_here(kept)}" if kept is not None else ""
         except store.GoldenFileError as error:
             where = f"; {error}"
         return [_fact(claim, "not judged", why=why + where)]
@@ -236,9 +236,9 @@ class GoldenPlugin:
             for name, text in texts.items():
                 path = artifacts.save(item, name, text)
                 if path is not None:
-                    lines.append(f"  {artifacts.shown(path)}")
+                    lines.append(f"  {artifacts.path_from_here(path)}")
         except store.GoldenFileError as error:
-            return [f"nothing saved in {artifacts.shown(self._artifacts)}: {error}"]
+            return [f"nothing saved in {artifacts.path_from_here(self._artifacts)}: {error}"]
         return ["\n".join(lines)]
 
     @pytest.hookimpl(wrapper=True)

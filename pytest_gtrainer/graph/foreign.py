@@ -3,7 +3,7 @@
 Each tracer says in its own way what an input is. Dynamo gives it a *source*,
 ``L['self']._modules['up']._parameters['weight']``, and gives modules stacks whose paths begin with
 one. AOTAutograd and Inductor leave *descriptors* in ``meta["desc"]``, which count Dynamo's inputs.
-``torch.export`` has a signature beside the graph.
+``torch.export`` has a signature besides the graph.
 """
 
 import ast

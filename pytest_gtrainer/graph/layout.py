@@ -351,7 +351,7 @@ class _Reader:
         found: list[Arrival],
         named: dict[tuple[int, int], list[str]],
     ) -> None:
-        """Refuse a part beside gradients that is none, unless it is a norm of all of them."""
+        """Refuse a part besides gradients that is none, unless it is a norm of all of them."""
         at, numel = place
         lies_over = any(at <= low and low + count <= at + numel for low, count in named)
         users = [arrival.used_by or result for arrival in found]

@@ -570,7 +570,7 @@ class _Liveness:
     def _run_bodies(self, node: fx.Node, bodies: Sequence[fx.GraphModule]) -> Any:
         """Return the value of a node that runs graphs, whose inputs are its last operands.
 
-        One more allocation stands for what the graphs hold beside the node's results.
+        One more allocation stands for what the graphs hold besides the node's results.
         """
         place = self._order[node]
         operands = []

@@ -1,4 +1,4 @@
-"""Read nodes of a graph: where a node belongs, and what it does beside computing its value.
+"""Read nodes of a graph: where a node belongs, and what it does besides computing its value.
 
 Graph trainers write these keys into ``node.meta``:
 

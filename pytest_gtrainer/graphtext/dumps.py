@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pytest_gtrainer.graphtext.literals import TORCH_WORDS
-from pytest_gtrainer.graphtext.syntax import refuse, shown, unexpected
+from pytest_gtrainer.graphtext.syntax import excerpt, refuse, unexpected
 
 _CLASS = re.compile(r"^class \w+\((torch\.)?nn\.Module\):", re.MULTILINE)
 _TENSOR = re.compile(r"(\w+)\[([^\[\]]*)\](?:\[([^\[\]]*)\])?([a-z]*)(?::(\d+))?")
@@ -207,7 +207,7 @@ class _Dump(ast.NodeTransformer):
                 return
             if not annotation:
                 raise refuse(
-                    node, f"the dump does not hold `{shown(value)}`: render the graph itself"
+                    node, f"the dump does not hold `{excerpt(value)}`: render the graph itself"
                 )
             # Of a constant, a dump has the type only.
             constant = [_type(annotation, node), ast.Constant(None)]

@@ -26,7 +26,14 @@ from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.literals import CONSTANTS, DTYPE_OF, PLAIN, bytes_of
 from pytest_gtrainer.graphtext.operators import UnknownOperator, operator_named
 from pytest_gtrainer.graphtext.sections import Layer, Scope, split_layer
-from pytest_gtrainer.graphtext.syntax import InputKey, LinePlace, integer, refuse, shown, unexpected
+from pytest_gtrainer.graphtext.syntax import (
+    InputKey,
+    LinePlace,
+    excerpt,
+    integer,
+    refuse,
+    unexpected,
+)
 
 _NUMBERS = {"int": int, "float": float, "bool": bool}
 _FUNCTIONS: dict[str, Any] = {
@@ -146,7 +153,7 @@ class Sizes:
         except (TypeError, ValueError, OverflowError):
             pass
 
-        raise refuse(node, f"`{shown(node)}` is no number of the kind `{kind.__name__}`")
+        raise refuse(node, f"`{excerpt(node)}` is no number of the kind `{kind.__name__}`")
 
     def operand(self, node: ast.expr, place: LinePlace) -> Any:
         """Return the number ``sym(...)``, of the kind that its expression has."""
@@ -184,7 +191,7 @@ class Sizes:
             return function(*values)
         except (TypeError, ValueError, ZeroDivisionError, AssertionError) as error:
             reason = error or type(error).__name__
-            raise refuse(node, f"`{shown(node)}` is no size: {reason}") from None
+            raise refuse(node, f"`{excerpt(node)}` is no size: {reason}") from None
 
     def _is_moderate(self, values: Sequence[Any]) -> bool:
         """Return whether a power is quick to evaluate, with the examples of its symbols too."""
@@ -229,7 +236,7 @@ class Sizes:
             ):
                 device, node = device_named(name, at), kind
             case ast.BinOp(kind, ast.MatMult(), name):
-                device, node = device_named(shown(name), name), kind
+                device, node = device_named(excerpt(name), name), kind
 
         dtype, shape, strides = self._layout(node, place)
         try:
@@ -243,7 +250,7 @@ class Sizes:
             reason = str(error).partition("\n")[0]
             if isinstance(error, KeyError):  # a miss in torch's table of the ranges of symbols
                 reason = f"the bounds of {error} are not known"
-            raise refuse(node, f"there is no tensor `{shown(node)}`: {reason}") from None
+            raise refuse(node, f"there is no tensor `{excerpt(node)}`: {reason}") from None
 
     def _layout(self, node: ast.expr, place: LinePlace) -> _Layout:
         """Return dtype, shape and strides of ``f32[2, 4]`` or ``f32[2, 4][1, 2]``."""
@@ -305,7 +312,7 @@ class Operands:
 
     def add_input(self, key: InputKey, node: fx.Node, at: ast.expr) -> None:
         if key in self._inputs:
-            raise refuse(at, f"there is an input `{shown(at)}` already")
+            raise refuse(at, f"there is an input `{excerpt(at)}` already")
         self._inputs[key] = node
 
     def add(self, scope: Scope, name: str, node: fx.Node, at: ast.expr) -> None:
@@ -355,7 +362,7 @@ class Operands:
             if key not in self._inputs:
                 names = [f"{known.space}.{known.fqn}" for known in self._inputs]
                 advice = nearest(f"{key.space}.{key.fqn}", names)
-                raise refuse(node, f"there is no input `{shown(node)}`{advice}")
+                raise refuse(node, f"there is no input `{excerpt(node)}`{advice}")
             return self._inputs[key]
 
         if not head and name in self.names:
@@ -391,19 +398,19 @@ class Operands:
     def _item(self, source: Any, item: int, at: ast.expr) -> fx.Node:
         """Return the node that takes one of several outputs, or a row of a tensor."""
         if not isinstance(source, fx.Node):
-            raise refuse(at, f"`{shown(at)}`: only a value of several outputs has items")
+            raise refuse(at, f"`{excerpt(at)}`: only a value of several outputs has items")
         if (source, item) in self._items:
             return self._items[source, item]
         value, known = source.meta.get("val"), None
         if isinstance(value, tuple | list):
             if not -len(value) <= item < len(value):
-                raise refuse(at, f"`{shown(at)}`: there are {len(value)} outputs")
+                raise refuse(at, f"`{excerpt(at)}`: there are {len(value)} outputs")
             known = value[item]
         elif isinstance(value, torch.Tensor):
             try:
                 known = value.select(0, item)
             except (IndexError, RuntimeError) as error:
-                raise refuse(at, f"`{shown(at)}`: {error}") from None
+                raise refuse(at, f"`{excerpt(at)}`: {error}") from None
 
         taken = append_node(
             self._graph, "getitem", "call_function", operator.getitem, (source, item), {}
@@ -435,7 +442,7 @@ class Operands:
                         return slice(*ends)
                     return range(*ends)
                 except (TypeError, ValueError) as error:
-                    raise refuse(node, f"`{shown(node)}`: {error}") from None
+                    raise refuse(node, f"`{excerpt(node)}`: {error}") from None
             case ast.Call(ast.Name("namedtuple"), [ast.Constant(str(name))], _):
                 raise refuse(
                     node,
@@ -448,7 +455,8 @@ class Operands:
 
         raise refuse(
             node,
-            f"expected an operand, found `{shown(node)}`: an operator stands in a line of its own",
+            f"expected an operand, found `{excerpt(node)}`: an operator stands in a line of its "
+            "own",
         )
 
     def _getter(self, key: str, make: Callable[[], Any]) -> fx.Node:
@@ -465,7 +473,7 @@ class Operands:
     def _by_digest(self, digest: str, node: ast.Call) -> Any:
         if digest not in self._given:
             give = "give constants=graphtext.constants(gm) of the graph that was rendered"
-            raise refuse(node, f"`{shown(node)}` is given by its digest only: {give}")
+            raise refuse(node, f"`{excerpt(node)}` is given by its digest only: {give}")
         return self._given[digest]
 
     def _tensor(
@@ -483,7 +491,7 @@ class Operands:
                     return _view_as(given, like, node)
                 found = f"{spell_dtype(given.dtype)}[{', '.join(map(str, given.shape)) or '()'}]"
                 if found != ast.unparse(kind):
-                    raise refuse(node, f"the constant given is {found}, not `{shown(kind)}`")
+                    raise refuse(node, f"the constant given is {found}, not `{excerpt(kind)}`")
                 return given
             case _ if quantised:
                 raise unexpected(node, '`const(quint8[2], "sha256:...")`')
@@ -538,5 +546,5 @@ def _view_as(given: Any, like: torch.Tensor | None, node: ast.Call) -> Any:
     flat = bytes_of(given)
     if flat.numel() != like.numel() * like.element_size():
         found = f"{given.dtype} {list(given.shape)}"
-        raise refuse(node, f"the constant given is {found}, not `{shown(node.args[0])}`")
+        raise refuse(node, f"the constant given is {found}, not `{excerpt(node.args[0])}`")
     return _laid_out(flat.view(like.dtype).reshape(like.shape), like)

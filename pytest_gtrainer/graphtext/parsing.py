@@ -49,9 +49,9 @@ from pytest_gtrainer.graphtext.syntax import (
     COMPUTED_SPACES,
     LinePlace,
     chain,
+    excerpt,
     path_at,
     refuse,
-    shown,
     unexpected,
 )
 
@@ -162,7 +162,7 @@ def _sections_of(node: ast.For | ast.If) -> dict[str, SectionKey]:
     # The index of a heading, ``[0:8]``, is no link of a chain.
     space, *path = chain(where.value if isinstance(where, ast.Subscript) else where)
     if not names[0] or space.value not in _SPACES or bool(path) == isinstance(node, ast.If):
-        found = shown(where)
+        found = excerpt(where)
         raise refuse(where, f"expected {expected}, found `{found}`{nearest(found, _SPACES)}")
     if any(link.relative for link in path):
         raise refuse(where, "a section's own path is not relative")
@@ -352,7 +352,7 @@ class _Parser:
             raise refuse(
                 node,
                 f"the groups of a text have at most {_MOST_RANKS} ranks together, and with "
-                f"`{shown(node)}` they have more",
+                f"`{excerpt(node)}` they have more",
             )
 
         if not isinstance(ranks, range | list) or not all(
@@ -444,7 +444,7 @@ class _Parser:
             if word not in self._given:
                 raise refuse(
                     node,
-                    f"no text holds the function `{shown(node)}`: give "
+                    f"no text holds the function `{excerpt(node)}`: give "
                     "constants=graphtext.constants(gm) of the graph that was rendered, or "
                     f"{{{word!r}: function}}",
                 )

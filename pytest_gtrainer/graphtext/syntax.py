@@ -30,7 +30,7 @@ def refuse(node: ast.AST, message: str) -> TextError:
     return TextError(message, getattr(node, "lineno", 1), getattr(node, "col_offset", -1) + 1)
 
 
-def shown(node: ast.AST) -> str:
+def excerpt(node: ast.AST) -> str:
     """Return a part of the text for a message, cut if it is long."""
     text = ast.unparse(node).partition("\n")[0]
     if len(text) > 60:
@@ -40,7 +40,7 @@ def shown(node: ast.AST) -> str:
 
 def unexpected(node: ast.AST, expected: str) -> TextError:
     """Return the error for a part of the text in place of what was ``expected``."""
-    return refuse(node, f"expected {expected}, found `{shown(node)}`")
+    return refuse(node, f"expected {expected}, found `{excerpt(node)}`")
 
 
 def integer(node: ast.expr | None) -> int | None:
@@ -101,7 +101,7 @@ def _index(node: ast.Subscript) -> Link:
 
     raise refuse(
         node.slice,
-        f'expected an index like `[3]`, `[i-1]` or `["name"]`, found `[{shown(node.slice)}]`',
+        f'expected an index like `[3]`, `[i-1]` or `["name"]`, found `[{excerpt(node.slice)}]`',
     )
 
 
@@ -155,7 +155,7 @@ def path_at(links: Sequence[Link], here: Layer | None) -> str:
         tail = f".{static_path(rest)}"
     if here is None:
         raise refuse(
-            link.node, f"`{shown(link.node)}` is relative to a layer, and this section has none"
+            link.node, f"`{excerpt(link.node)}` is relative to a layer, and this section has none"
         )
 
     if here.number + distance < 0:

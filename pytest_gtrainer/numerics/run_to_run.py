@@ -260,7 +260,7 @@ def _write_autocast(state: list[tuple[str, bool, torch.dtype]]) -> None:
         torch.set_autocast_dtype(device, dtype)
 
 
-# State of a process on which a run depends, beside random numbers and what ``deterministic`` sets:
+# State of a process on which a run depends, besides random numbers and what ``deterministic`` sets:
 # how to read and to set it.
 _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "threads": (torch.get_num_threads, torch.set_num_threads),

@@ -47,13 +47,13 @@ class Cell:
             if isinstance(value, str):
                 words.append(value)
             elif isinstance(value, bool):
-                words.append(f"{axis}_{shown(value)}")
+                words.append(f"{axis}_{spell_setting(value)}")
             else:
                 words.append(f"{axis}{value}")
         return "-".join(words)
 
 
-def shown(value: Any) -> str:
+def spell_setting(value: Any) -> str:
     """Return a setting as the table shows it: ``on`` and ``off`` for booleans."""
     if isinstance(value, bool):
         return "on" if value else "off"
@@ -224,5 +224,5 @@ class Judging:
         return True
 
     def _report(self, result: str, why: str) -> None:
-        settings = {axis: shown(value) for axis, value in self._cell.settings}
+        settings = {axis: spell_setting(value) for axis, value in self._cell.settings}
         facts.emit("sweep", sweep=self._sweep.name, settings=settings, result=result, why=why)

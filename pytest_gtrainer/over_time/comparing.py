@@ -21,8 +21,8 @@ from pytest_gtrainer.numerics.verdict import Key
 from pytest_gtrainer.over_time.files import (
     UNRECORDED,
     Entry,
+    RecordedRun,
     RecordError,
-    Run,
     Steps,
     Values,
     values_of,
@@ -91,7 +91,7 @@ class Comparison:
             ``assert_resumes``.
     """
 
-    runs: tuple[Run, Run]
+    runs: tuple[RecordedRun, RecordedRun]
     surroundings: list[str] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
@@ -181,7 +181,9 @@ class Comparison:
             yield f"step {step} in all, entries that differ: {', '.join(cells)}"
 
 
-def compare_runs(a: Run, b: Run, *, at: int | None = None, rounds: bool = False) -> Comparison:
+def compare_runs(
+    a: RecordedRun, b: RecordedRun, *, at: int | None = None, rounds: bool = False
+) -> Comparison:
     """Compare two records.
 
     Args:
@@ -226,7 +228,7 @@ def _shifted(steps: Steps, at: int | None) -> Steps:
     return {step + shift: phases for step, phases in steps.items()}
 
 
-def _surroundings(a: Run, b: Run) -> list[str]:
+def _surroundings(a: RecordedRun, b: RecordedRun) -> list[str]:
     lines = []
 
     def say_if_other(what: str, left: str, right: str) -> None:
@@ -419,9 +421,6 @@ class _Comparing:
         found, number = [], 0
         for name in {**a, **b}:
             if self.rounds and self._is_rounded(step, phase, name):
-                difference = _disagreement(step, phase, name, a.get(name, {}), b.get(name, {}))
-                if difference is not None:
-                    found.append(difference)
                 reason = "because it is rounded otherwise on other ranks"
                 self.skipped.setdefault(reason, set()).add(phase)
                 continue
@@ -559,41 +558,10 @@ def _compare_values(step: int, phase: str, name: str, a: Values, b: Values) -> D
 
     a_whole, b_whole = whole_of(a), whole_of(b)
     if a_whole is None or b_whole is None:
-        difference = _disagreement(step, phase, name, a, b)
-        if difference is not None:
-            return difference
         raise _NotComparable("because each rank has its own and the ranks are others")
     if a_whole == b_whole:
         return None
     return Difference(step, phase, name, (), "in all, on ranks or calls that are others")
-
-
-def _disagreement(step: int, phase: str, name: str, a: Values, b: Values) -> Difference | None:
-    """Return that replicas of one side have other values, where those of the other side agree.
-
-    Before the optimiser takes them, ranks may have gradients of their own.
-    """
-    if phase not in ("load", "clip", "optimiser"):
-        return None
-    in_a, in_b = _ranks_that_disagree(a), _ranks_that_disagree(b)
-    if bool(in_a) == bool(in_b):
-        return None
-    letter, ranks = ("A", in_a) if in_a else ("B", in_b)
-    return Difference(step, phase, name, ranks, f"other values than on other ranks of {letter}")
-
-
-def _ranks_that_disagree(values: Values) -> tuple[int, ...]:
-    """Return the ranks that hold a part which a rank before them holds with other values."""
-    parts: dict[Any, list[str]] = {}
-    ranks = []
-    for rank, entries in sorted(values.items()):
-        kinds = [str(entry.part) for entry in entries]
-        if any(kind in ("partial", "rows", UNRECORDED) for kind in kinds):
-            return ()
-        numbers = [str(entry.numbers) for entry in entries]
-        if parts.setdefault(tuple(kinds), numbers) != numbers:
-            ranks.append(rank)
-    return tuple(ranks)
 
 
 def _is_finite(values: Values) -> bool:
@@ -630,7 +598,7 @@ def _numbers(left: Entry, right: Entry) -> str:
     return f"{left.numbers[0]} in A, {right.numbers[0]} in B"
 
 
-def _element(runs: tuple[Run, Run], difference: Difference) -> list[str]:
+def _element(runs: tuple[RecordedRun, RecordedRun], difference: Difference) -> list[str]:
     """Return lines that name the first element that differs, if both sides have kept values."""
     kept = _kept_values(runs, difference)
     if kept is None or difference.sides is None:
@@ -651,7 +619,9 @@ def _element(runs: tuple[Run, Run], difference: Difference) -> list[str]:
     return [f"  element {place}: {found.actual} in A, {found.expected} in B; {amount}"]
 
 
-def _kept_values(runs: tuple[Run, Run], difference: Difference) -> tuple[Tensor, Tensor] | None:
+def _kept_values(
+    runs: tuple[RecordedRun, RecordedRun], difference: Difference
+) -> tuple[Tensor, Tensor] | None:
     """Return what the first rank that differs has on both sides; None if it was not kept."""
     if difference.sides is None or difference.sides[0].part == "rows":
         return None
@@ -663,7 +633,7 @@ def _kept_values(runs: tuple[Run, Run], difference: Difference) -> tuple[Tensor,
     return left, right
 
 
-def _sizes(runs: tuple[Run, Run], differences: list[Difference]) -> list[str]:
+def _sizes(runs: tuple[RecordedRun, RecordedRun], differences: list[Difference]) -> list[str]:
     """Return lines that say how far each tensor has moved, the furthest first.
 
     A change by one factor, as of clipping, is the same for many tensors. Others are said by the

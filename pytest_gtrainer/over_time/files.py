@@ -305,7 +305,7 @@ Steps = dict[int, dict[str, dict[str, Values]]]
 
 
 @dataclass(slots=True)
-class Run:
+class RecordedRun:
     """A record that was read.
 
     Attributes:
@@ -338,13 +338,13 @@ class Run:
                 named.setdefault(name, {})[rank] = parsed
 
 
-def read_run(folder: str | PathLike[str]) -> Run:
+def read_run(folder: str | PathLike[str]) -> RecordedRun:
     """Read the record in ``folder``; of ranks that stopped early or were cut, what is there.
 
     Raises:
         RecordError: there is none, or of another version, or a line is not one of a record.
     """
-    run = Run(Path(folder))
+    run = RecordedRun(Path(folder))
     files = {}
     for path in run.folder.glob("rank*.jsonl"):
         number = path.stem.removeprefix("rank")
@@ -368,7 +368,7 @@ def read_run(folder: str | PathLike[str]) -> Run:
     return run
 
 
-def _read_rank(run: Run, rank: int, path: Path) -> int:
+def _read_rank(run: RecordedRun, rank: int, path: Path) -> int:
     """Add the file of a rank, and return its last step, -1 without one."""
     step, end = -1, None
     try:

@@ -18,7 +18,7 @@ from pytest_gtrainer._torch.random_states import random_states_kept
 from pytest_gtrainer._torch.wrapped_modules import name_without_wrappers
 from pytest_gtrainer.numerics.bits import is_dtensor
 from pytest_gtrainer.over_time.comparing import Comparison, compare_runs
-from pytest_gtrainer.over_time.files import Run, read_run
+from pytest_gtrainer.over_time.files import RecordedRun, read_run
 from pytest_gtrainer.over_time.pieces import Piece, differing, pieces_of
 from pytest_gtrainer.over_time.recorder import record_training
 from pytest_gtrainer.worlds.gathering import gather_objects
@@ -71,8 +71,7 @@ def assert_resumes(
         bound: with other worlds, which round sums otherwise: how far a weight may be after the last
             step, relative to the largest element of its tensor. What is loaded, data and options
             must have the same bits there, too.
-        unseen: names of pieces that no step depends on, as a counter that is only printed; the name
-            of an object, ``"metrics"``, stands for all pieces in it.
+        unseen: names of pieces that no step depends on, as a counter that is only printed.
 
     Returns:
         The comparison, with the number of values that were compared, and in ``dropped`` the first
@@ -124,7 +123,7 @@ def assert_resumes(
                 result.dropped[name] = ", ".join(map(str, comparison.differences[:1]))
             elif name in seen_at_end:
                 result.dropped[name] = f"{name} after the last step"
-            elif not _is_among(name, unseen):
+            elif name not in unseen:
                 faults.append(
                     f"a trainer that was loaded without {name} is equal, so this check does "
                     "not see that piece: take more steps, or name a module in beside; if no step "
@@ -136,14 +135,9 @@ def assert_resumes(
     return result
 
 
-def _is_among(name: str, unseen: Sequence[str]) -> bool:
-    """Return whether a piece, or an object that it is in, is named."""
-    return any(f"{name}.".startswith((f"{each}.", f"{each}[")) for each in unseen)
-
-
 def _refuse_forgotten(forgotten: Sequence[tuple[str, str]], unseen: Sequence[str]) -> None:
     """Fail if a piece was forgotten; ``forgotten`` are names of pieces, each with a place in it."""
-    left = [each for each in forgotten if not _is_among(each[0], unseen)]
+    left = [each for each in forgotten if each[0] not in unseen]
     if not left:
         return
     names = [name + place for name, place in left]
@@ -284,7 +278,7 @@ def _checked(worlds: Sequence[int] | None, bound: float | None) -> Sequence[int 
 
 def _in_world(size: int | None, folder: Path, work: Callable[[], None]) -> None:
     """Call ``work()`` on the first ``size`` ranks, in groups of their own; all raise what one
-    raises.
+    raises. Every rank must call it.
     """
     if size is None:
         work()
@@ -318,7 +312,9 @@ def _write_weights(model: nn.Module, path: Path) -> None:
         torch.save(weights, path)
 
 
-def _faults_of_other_world(whole: Run, folder: Path, name: str, at: int, bound: float) -> list[str]:
+def _faults_of_other_world(
+    whole: RecordedRun, folder: Path, name: str, at: int, bound: float
+) -> list[str]:
     """Return what is wrong with a run that was resumed by other ranks."""
     result = compare_runs(whole, read_run(folder / name), at=at, rounds=True)
     if result.status:
@@ -359,7 +355,7 @@ def _distance(
 
 
 def _of_all_ranks(names: list[Any]) -> list[Any]:
-    """Return the names that any rank has, in one order on all of them."""
+    """Return the names that any rank has, in one order. Every rank must call it."""
     if not dist.is_initialized():
         return sorted(names)
     return sorted(set().union(*gather_objects(names)))
@@ -371,7 +367,7 @@ def _wait_for_all_ranks() -> None:
 
 
 def _of_first_rank(text: str) -> str:
-    """Return the text of the first rank. On ranks this waits for all of them."""
+    """Return the text of the first rank. Every rank must call it."""
     if not dist.is_initialized():
         return text
     first: str = gather_objects(text)[0]

@@ -109,7 +109,7 @@ def _cancels(node: fx.Node) -> bool:
 
 def _replace_by(node: fx.Node, source: fx.Node) -> bool:
     """Let a node's users read ``source``; erase the node, and what lay in between if unused."""
-    # An output keeps a node of its own, beside the graph's inputs.
+    # An output keeps a node of its own, besides the graph's inputs.
     if source.op == "placeholder" and any(user.op == "output" for user in node.users):
         return False
     between = node.all_input_nodes[0]

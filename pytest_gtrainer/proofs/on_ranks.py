@@ -30,7 +30,7 @@ from pytest_gtrainer.arithmetic.terms import Terms
 from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.graph.nodes import named_arguments, tensors_in
 from pytest_gtrainer.proofs.anyorder import AnyOrder
-from pytest_gtrainer.proofs.programs import GraphProgram, Left, Run
+from pytest_gtrainer.proofs.programs import GraphProgram, Left, ProgramRun
 from pytest_gtrainer.worlds.gathering import gather_objects
 from pytest_gtrainer.worlds.simulated import collectives
 from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution
@@ -62,7 +62,7 @@ class GraphOnRanks(GraphProgram):
         super().__init__(gm, inputs, None, by_place=False)
         self.rank = dist.get_rank()
 
-    def run(self, arithmetic: Arithmetic, on_result: Any = None) -> Run:
+    def run(self, arithmetic: Arithmetic, on_result: Any = None) -> ProgramRun:
         if isinstance(arithmetic, Terms):
             raise NoMeaning("the order in which real ranks add is not known")
         return super().run(arithmetic, on_result)
@@ -76,7 +76,10 @@ class GraphOnRanks(GraphProgram):
 
 
 def exchange_on_ranks(mode: ArithmeticMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Carry out a collective of this rank under a mode."""
+    """Carry out a collective of this rank under a mode, and exchange the elements.
+
+    Every rank of the collective's group must be under such a mode.
+    """
     base = base_name(func)
     tensors = tensors_in(args, kwargs)
     moves_floats = any(tensor.is_floating_point() for tensor in tensors)

@@ -46,7 +46,7 @@ Key = tuple[str, int | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Made:
+class Result:
     """A result of a run.
 
     Attributes:
@@ -62,13 +62,13 @@ class Made:
     exponents: Tensor | None = None
     lifted: Tensor | None = None
 
-    def equals(self, other: "Made") -> bool:
+    def equals(self, other: "Result") -> bool:
         if self.dtype != other.dtype or self.elements.shape != other.elements.shape:
             return False
         if self.is_known != other.is_known:
-            known, made = (self, other) if self.is_known else (other, self)
+            known, abstract = (self, other) if self.is_known else (other, self)
             # A product with 0 is 0, as a factory makes it.
-            return known.lifted is not None and torch.equal(known.lifted, made.elements)
+            return known.lifted is not None and torch.equal(known.lifted, abstract.elements)
         if same_bytes(byte_view(self.elements), byte_view(other.elements)):
             return True
         if self.exponents is None or other.exponents is None:
@@ -77,7 +77,7 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ProgramRun:
     """The results of a program in an arithmetic.
 
     Attributes:
@@ -89,7 +89,7 @@ class Run:
             graphs, and of a program that has left gradients and so needs no more.
     """
 
-    results: dict[Key, Made]
+    results: dict[Key, Result]
     arithmetic: Arithmetic
     reads: Mapping[str, int]
     real: dict[Key, Tensor]
@@ -101,7 +101,7 @@ class Left:
     """The outputs of a program, those that train, and its state before and after."""
 
     outputs: dict[Key, Tensor] = field(default_factory=dict)
-    before: dict[Key, Made] = field(default_factory=dict)
+    before: dict[Key, Result] = field(default_factory=dict)
     after: dict[Key, Tensor] = field(default_factory=dict)
     trains: frozenset[str] | None = None
 
@@ -126,7 +126,7 @@ class Program(ABC):
         """
         return [own]
 
-    def run(self, arithmetic: Arithmetic, on_result: Any = None) -> Run:
+    def run(self, arithmetic: Arithmetic, on_result: Any = None) -> ProgramRun:
         """Run in an arithmetic, from a random state that is always the same."""
         mode = ArithmeticMode(arithmetic, owner=id(self))
         mode.on_result = on_result
@@ -142,32 +142,32 @@ class Program(ABC):
         for name, state in random_states_afterwards(end).items():
             left.after[name, None] = state
         for name, state in random_states_afterwards(start).items():
-            left.before[name, None] = Made(state, state.dtype, True)
+            left.before[name, None] = Result(state, state.dtype, True)
         self.last = left.outputs | left.after
 
-        results: dict[Key, Made] = {}
+        results: dict[Key, Result] = {}
         real: dict[Key, Tensor] = {}
         for key, tensor in left.outputs.items():
-            results[key] = _made(mode, tensor)
+            results[key] = _result_of(mode, tensor)
             real[key] = tensor.detach().clone()
 
         for key, tensor in left.after.items():
-            own, before = _made(mode, tensor), left.before.get(key)
+            own, before = _result_of(mode, tensor), left.before.get(key)
             # State counts only if the program writes to it.
             if before is None or not before.equals(own):
                 results[key] = own
                 real[key] = tensor.detach().clone()
 
         for key in left.before.keys() - left.after.keys():
-            results[key] = Made(torch.zeros(0), torch.float32, True)  # it is gone
-        return Run(results, arithmetic, mode.reads, real, left.trains)
+            results[key] = Result(torch.zeros(0), torch.float32, True)  # it is gone
+        return ProgramRun(results, arithmetic, mode.reads, real, left.trains)
 
     @abstractmethod
     def _run(self, mode: ArithmeticMode, left: Left) -> None:
         """Run under the mode, and note every result and all state."""
 
 
-def _made(mode: ArithmeticMode, tensor: Tensor) -> Made:
+def _result_of(mode: ArithmeticMode, tensor: Tensor) -> Result:
     if tensor.layout is not torch.strided:
         raise NoMeaning(f"a result or an input of layout {tensor.layout}")
     if tensor.is_meta:
@@ -180,10 +180,10 @@ def _made(mode: ArithmeticMode, tensor: Tensor) -> Made:
         lifted = None
         if tensor.is_floating_point():
             lifted = arithmetic.compared(arithmetic.lift(tensor))
-        return Made(tensor.detach().clone(), tensor.dtype, True, lifted=lifted)
+        return Result(tensor.detach().clone(), tensor.dtype, True, lifted=lifted)
     elements = arithmetic.compared(value.elements)
     exponents = arithmetic.compared_instead(value.elements)
-    return Made(elements.clone(), value.dtype, False, exponents)
+    return Result(elements.clone(), value.dtype, False, exponents)
 
 
 def _with_numbers(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -248,7 +248,7 @@ class GraphProgram(Program):
         for name, tensor in gm.named_parameters():
             make_abstract(mode, tensor, name)
         for key, tensor in self._state(gm, given).items():
-            left.before[key] = _made(mode, tensor)
+            left.before[key] = _result_of(mode, tensor)
 
         with torch.no_grad(), mode:
             if self.world is None:
@@ -322,7 +322,7 @@ def _note_random_states(
         for name, state in random_states_afterwards({"torch.cpu": at(end.states, rank)}).items():
             left.after[name, rank] = state
         for name, state in random_states_afterwards({"torch.cpu": at(start.states, rank)}).items():
-            left.before[name, rank] = Made(state, state.dtype, True)
+            left.before[name, rank] = Result(state, state.dtype, True)
 
 
 class FunctionProgram(Program):
@@ -357,10 +357,10 @@ class FunctionProgram(Program):
         captured = captured_by(self.function)
         originals = {name: tensor.detach().clone() for name, tensor in captured.items()}
         for name, tensor in (state | captured).items():
-            left.before[f"{name}{AFTERWARDS}", None] = _made(mode, tensor.detach())
+            left.before[f"{name}{AFTERWARDS}", None] = _result_of(mode, tensor.detach())
         put_back = contents_of(self.function)
         for name, number in python_values(function, given).items():
-            left.before[f"{name}{AFTERWARDS}", None] = Made(number, number.dtype, True)
+            left.before[f"{name}{AFTERWARDS}", None] = Result(number, number.dtype, True)
         try:
             outputs = self._called(mode, function, given)
             check_outputs(outputs)
@@ -412,9 +412,9 @@ class NamedProgram(Program):
         self, call: Callable[[dict[str, Any]], dict[str, Tensor]], inputs: Mapping[str, Any]
     ) -> None:
         self.call, self.inputs = call, inputs
-        self._runs: dict[Any, Run] = {}
+        self._runs: dict[Any, ProgramRun] = {}
 
-    def run(self, arithmetic: Arithmetic, on_result: Any = None) -> Run:
+    def run(self, arithmetic: Arithmetic, on_result: Any = None) -> ProgramRun:
         if on_result is not None:
             return super().run(arithmetic, on_result)
         key = arithmetic.settings()
@@ -428,7 +428,7 @@ class NamedProgram(Program):
         for name, tensor in tensors.items():
             make_abstract(mode, tensor, name)
         for name, tensor in tensors.items():
-            left.before[f"{name}{AFTERWARDS}", None] = _made(mode, tensor)
+            left.before[f"{name}{AFTERWARDS}", None] = _result_of(mode, tensor)
         with mode:
             for name, result in self.call(given).items():
                 left.outputs[name, None] = result.detach()

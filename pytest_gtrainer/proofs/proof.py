@@ -30,8 +30,8 @@ _SAYS: dict[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The place where two programs differ first.
+class FirstDifference:
+    """The first result in which two programs differ, and where.
 
     Attributes:
         result: the name of the result, or of what the program leaves.
@@ -78,7 +78,7 @@ class Proof:
 
     kind: Kind
     compared: int = 0
-    first: Place | None = None
+    first: FirstDifference | None = None
     origin: str = ""
     factor: Fraction | None = None
     assumes: tuple[str, ...] = ()
@@ -91,12 +91,12 @@ class Proof:
         if self.kind in KINDS:
             lines[0] += f" ({counted(self.compared, 'result')})"
         if self.first is not None:
-            place = f"first {self.first}"
+            first = f"first {self.first}"
             if self.kind in KINDS:
-                place = f"not {KINDS[max(0, KINDS.index(self.kind) - 1)]}: {place}"
+                first = f"not {KINDS[max(0, KINDS.index(self.kind) - 1)]}: {first}"
             elif self.kind == "unknown":
-                place = f"not {KINDS[-1]}: {place}"
-            lines.append(f"  {place}")
+                first = f"not {KINDS[-1]}: {first}"
+            lines.append(f"  {first}")
 
         if self.factor is not None:
             lines.append(f"  {self.factor} times what is expected")

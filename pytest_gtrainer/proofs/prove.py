@@ -67,11 +67,11 @@ from pytest_gtrainer.proofs.programs import (
     FunctionProgram,
     GraphProgram,
     Key,
-    Made,
     Program,
-    Run,
+    ProgramRun,
+    Result,
 )
-from pytest_gtrainer.proofs.proof import KINDS, AnotherFunction, Place, Proof
+from pytest_gtrainer.proofs.proof import KINDS, AnotherFunction, FirstDifference, Proof
 from pytest_gtrainer.proofs.structure import prove_by_structure
 from pytest_gtrainer.worlds.simulate import AnyWorld, net_of_any
 from pytest_gtrainer.worlds.spec import World
@@ -105,12 +105,12 @@ class _Attempt:
     """An arithmetic that may find two programs equal in a kind.
 
     Attributes:
-        is_made: whether the attempt is made, by what both programs did in the first attempt of the
-            kind, in which they differ.
+        may_succeed: whether it is worth a run, by what both programs did in the first attempt of
+            the kind, in which they differ.
         arithmetic: makes one in which nothing has run.
     """
 
-    is_made: Callable[[Sequence[Arithmetic]], bool]
+    may_succeed: Callable[[Sequence[Arithmetic]], bool]
     arithmetic: Callable[[], Arithmetic]
 
 
@@ -231,7 +231,7 @@ def prove_programs(
     """
     check_kind(at_least)
     seconds: dict[str, float] = {}
-    failed: tuple[str, Run, Run] | None = None
+    failed: tuple[str, ProgramRun, ProgramRun] | None = None
     kinds = KINDS[: KINDS.index(at_least) + 1]
     if at_once:
         kinds = kinds[-1:]
@@ -275,7 +275,7 @@ class _Answer:
         unchecked: why no numbers could be compared.
     """
 
-    runs: Sequence[Run] = ()
+    runs: Sequence[ProgramRun] = ()
     is_equal: bool = False
     reason: str = ""
     unchecked: str = ""
@@ -287,9 +287,9 @@ def _look_for(kind: str, programs: Sequence[Program]) -> _Answer:
     The answer has a reason if an operator has no meaning, if nothing abstract is compared, or if
     real numbers contradict equal elements.
     """
-    first: Sequence[Run] = ()
+    first: Sequence[ProgramRun] = ()
     for attempt in _ATTEMPTS[kind]:
-        if not _on_any_rank(programs, attempt.is_made([run.arithmetic for run in first])):
+        if not _on_any_rank(programs, attempt.may_succeed([run.arithmetic for run in first])):
             continue
         try:
             *runs, differ = _run_both(programs, attempt.arithmetic)
@@ -324,7 +324,7 @@ def _hold_to_numbers(
     decides = _on_any_rank(programs, any(run.arithmetic.decisions for run in answer.runs))
     if not decides and (kind == "identical" or are_alike):
         return answer
-    runs: list[Run] = []
+    runs: list[ProgramRun] = []
 
     def compare(numbers: Numbers) -> Difference:
         return _compare_in_numbers(programs, numbers, runs)
@@ -343,15 +343,15 @@ def _hold_to_numbers(
 
 
 def _compare_in_numbers(
-    programs: Sequence[Program], numbers: Numbers, made: list[Run]
+    programs: Sequence[Program], numbers: Numbers, all_runs: list[ProgramRun]
 ) -> Difference:
     """Run both sides on numbers, and return their difference; of each with itself, if shaken.
 
-    The runs are added to ``made``.
+    The runs are added to ``all_runs``.
     """
     if not numbers.is_shaken:
         runs = [programs[0].run(copy.deepcopy(numbers)), programs[1].run(numbers)]
-        made += runs
+        all_runs += runs
         numbers.has_digits = any(run.arithmetic.has_digits for run in runs)
         _share(programs, numbers)
         return _difference_in_numbers(programs, runs, numbers)
@@ -372,7 +372,7 @@ def _share(programs: Sequence[Program], numbers: Numbers) -> None:
 
 
 def _difference_in_numbers(
-    programs: Sequence[Program], runs: Sequence[Run], numbers: Any
+    programs: Sequence[Program], runs: Sequence[ProgramRun], numbers: Any
 ) -> Difference:
     """Return the largest difference of two runs on any rank."""
     actual, expected = (run.results for run in runs)
@@ -384,11 +384,13 @@ def _difference_in_numbers(
     sides = []
     for results in (actual, expected):
         side = {}
-        for key, made in results.items():
+        for key, result in results.items():
             if key in known:
-                side[key] = as_integers(made.elements)  # equal in their bits, or not at all
+                side[key] = as_integers(result.elements)  # equal in their bits, or not at all
             else:
-                side[key] = made.elements.double() if made.is_known else numbers_of(made.elements)
+                side[key] = (
+                    result.elements.double() if result.is_known else numbers_of(result.elements)
+                )
         sides.append(side)
     inputs = max(programs[0].gather_from_all_ranks(numbers.largest))
     own = difference(sides[0], sides[1], inputs)
@@ -413,7 +415,7 @@ def check_kind(kind: str) -> None:
 
 def _run_both(
     programs: Sequence[Program], make_arithmetic: Callable[[], Arithmetic]
-) -> tuple[Run, Run, bool]:
+) -> tuple[ProgramRun, ProgramRun, bool]:
     """Run two programs in an arithmetic, and return the runs, and whether they differ.
 
     They are equal if they are in a first run, and in all ``further_runs`` that it asks for. If they
@@ -447,29 +449,33 @@ def _run_both(
     return *first, False
 
 
-def _run_once(programs: Sequence[Program], arithmetic: Arithmetic) -> tuple[tuple[Run, Run], bool]:
+def _run_once(
+    programs: Sequence[Program], arithmetic: Arithmetic
+) -> tuple[tuple[ProgramRun, ProgramRun], bool]:
     """Run both programs, and return whether they differ on any rank."""
     runs = programs[0].run(copy.deepcopy(arithmetic)), programs[1].run(arithmetic)
     return runs, _first_difference_on_all_ranks(programs, *runs) is not None
 
 
-def _unlike_rivals(runs: Sequence[Run]) -> Tensor:
+def _unlike_rivals(runs: Sequence[ProgramRun]) -> Tensor:
     """Return the elements that one of two programs alone compares with others, or sorts."""
     return unlike_rivals(runs[0].arithmetic.rivals, runs[1].arithmetic.rivals)
 
 
-def _have_unlike_rivals_on_any_rank(programs: Sequence[Program], runs: Sequence[Run]) -> bool:
+def _have_unlike_rivals_on_any_rank(
+    programs: Sequence[Program], runs: Sequence[ProgramRun]
+) -> bool:
     """Return whether ``_unlike_rivals`` are there on any rank."""
     return _on_any_rank(programs, len(_unlike_rivals(runs)) > 0)
 
 
 def _first_difference_on_all_ranks(
-    programs: Sequence[Program], actual: Run, expected: Run
-) -> Place | None:
+    programs: Sequence[Program], actual: ProgramRun, expected: ProgramRun
+) -> FirstDifference | None:
     """Return the first result that differs, on the first rank where one does."""
     own = first_difference(actual.results, expected.results)
     of_ranks = programs[0].gather_from_all_ranks(own)
-    return next((place for place in of_ranks if place is not None), None)
+    return next((each for each in of_ranks if each is not None), None)
 
 
 def _programs(
@@ -505,13 +511,13 @@ def _programs(
         _check_inputs(inputs)
 
     is_mixed = None in graphs  # outputs of a function have no names, only places
-    made: list[Program] = []
+    programs: list[Program] = []
     for given, gm in zip((actual, expected), graphs, strict=True):
         if gm is None:
-            made.append(FunctionProgram(given, inputs))
+            programs.append(FunctionProgram(given, inputs))
         else:
-            made.append(GraphProgram(gm, inputs, world, by_place=is_mixed))
-    return (made[0], made[1]), drawn
+            programs.append(GraphProgram(gm, inputs, world, by_place=is_mixed))
+    return (programs[0], programs[1]), drawn
 
 
 def _refuse_collectives(gm: fx.GraphModule) -> None:
@@ -566,10 +572,12 @@ def _graph_of(program: Any) -> fx.GraphModule | None:
     return None
 
 
-def _says_nothing(actual: Run, expected: Run) -> str:
+def _says_nothing(actual: ProgramRun, expected: ProgramRun) -> str:
     """Return why a comparison of two runs would prove nothing; "" if it would."""
     for run in (expected, actual):
-        if not any(made.elements.numel() for made in run.results.values() if not made.is_known):
+        if not any(
+            result.elements.numel() for result in run.results.values() if not result.is_known
+        ):
             if run.arithmetic.decisions:
                 return (
                     "abstract inputs only decide which known numbers are returned, as argmax does: "
@@ -579,12 +587,12 @@ def _says_nothing(actual: Run, expected: Run) -> str:
                 "no result depends on an abstract input, or all that do are empty: give inputs "
                 "with floating-point tensors that have elements, or return what is computed of them"
             )
-        for (name, rank), made in run.results.items():
+        for (name, rank), result in run.results.items():
             real = run.real.get((name, rank))
-            if made.is_known or real is None or made.elements.shape != real.shape:
+            if result.is_known or real is None or result.elements.shape != real.shape:
                 continue
             # All NaN are equal, so these elements would be equal whatever they are made of.
-            is_nan = run.arithmetic.not_finite(made.elements)[2]
+            is_nan = run.arithmetic.not_finite(result.elements)[2]
             if bool((is_nan & ~real.isnan()).any()):
                 return (
                     f"{name} is NaN in exact arithmetic alone: an infinity, as of a mask, is "
@@ -593,7 +601,7 @@ def _says_nothing(actual: Run, expected: Run) -> str:
     return ""
 
 
-def _says_cut(actual: Run, expected: Run) -> str:
+def _says_cut(actual: ProgramRun, expected: ProgramRun) -> str:
     """Return which result one program alone cuts from autograd; "" if there is none.
 
     Equal numbers do not train equally then, and no program has computed the gradients.
@@ -613,43 +621,49 @@ def _says_cut(actual: Run, expected: Run) -> str:
 KNOWN = "depends on no abstract input"
 
 
-def first_difference(actual: Mapping[Key, Made], expected: Mapping[Key, Made]) -> Place | None:
+def first_difference(
+    actual: Mapping[Key, Result], expected: Mapping[Key, Result]
+) -> FirstDifference | None:
     """Return the first result that differs, in the order of the expected ones."""
     for name, rank in expected:
         if (name, rank) not in actual:
             says = "is not written to" if name.endswith(AFTERWARDS) else "is missing"
-            return Place(name, rank, says=says)
-        place = _difference(name, rank, actual[name, rank], expected[name, rank])
-        if place is not None:
-            return place
+            return FirstDifference(name, rank, says=says)
+        found = _difference(name, rank, actual[name, rank], expected[name, rank])
+        if found is not None:
+            return found
     for name, rank in actual:
         if (name, rank) not in expected:
             says = "is written to" if name.endswith(AFTERWARDS) else "is not expected"
-            return Place(name, rank, says=says)
+            return FirstDifference(name, rank, says=says)
     return None
 
 
-def _difference(name: str, rank: int | None, actual: Made, expected: Made) -> Place | None:
+def _difference(
+    name: str, rank: int | None, actual: Result, expected: Result
+) -> FirstDifference | None:
     if actual.equals(expected):
         return None
     found, wanted = actual.elements, expected.elements
     if actual.dtype != expected.dtype:
-        return Place(name, rank, says=f"{actual.dtype}, expected {expected.dtype}")
+        return FirstDifference(name, rank, says=f"{actual.dtype}, expected {expected.dtype}")
     if found.shape != wanted.shape:
-        return Place(name, rank, says=f"shape {list(found.shape)}, expected {list(wanted.shape)}")
+        return FirstDifference(
+            name, rank, says=f"shape {list(found.shape)}, expected {list(wanted.shape)}"
+        )
     if actual.is_known != expected.is_known:
         known = "actual" if actual.is_known else "expected"
-        return Place(name, rank, says=f"the {known} one {KNOWN}")
+        return FirstDifference(name, rank, says=f"the {known} one {KNOWN}")
 
     # As integers, since known numbers may be NaN or zeros of both signs.
     places = (as_integers(found) != as_integers(wanted)).nonzero()
     if not len(places):
         return None
     element = tuple(places[0].tolist())
-    return Place(name, rank, element, len(places), found.numel())
+    return FirstDifference(name, rank, element, len(places), found.numel())
 
 
-def _apart_in_real_numbers(kind: str, actual: Run, expected: Run) -> str:
+def _apart_in_real_numbers(kind: str, actual: ProgramRun, expected: ProgramRun) -> str:
     """Return how the real numbers of two runs contradict a proof; "" if they do not.
 
     They would, if something computed where no dispatch mode sees it, such as NumPy. Where abstract
@@ -671,7 +685,7 @@ def _apart_in_real_numbers(kind: str, actual: Run, expected: Run) -> str:
             continue
         if kind == "identical":
             real = expected.real[name, rank]
-            if not Made(found, found.dtype, True).equals(Made(real, real.dtype, True)):
+            if not Result(found, found.dtype, True).equals(Result(real, real.dtype, True)):
                 return f"the bits of {name} differ"
             continue
         # A result near zero may be what large numbers leave, and then has their errors.
@@ -691,11 +705,11 @@ def _magnitude(tensor: Tensor) -> float:
     return float(tensor.nan_to_num().abs().max())
 
 
-def _assumptions(runs: Sequence[Run], drawn: str) -> tuple[str, ...]:
+def _assumptions(runs: Sequence[ProgramRun], drawn: str) -> tuple[str, ...]:
     found = [drawn] if drawn else []
     constant = []
-    for (name, rank), made in runs[1].results.items():
-        if made.is_known and made.dtype.is_floating_point and made.elements.numel():
+    for (name, rank), result in runs[1].results.items():
+        if result.is_known and result.dtype.is_floating_point and result.elements.numel():
             constant.append(name if rank is None else f"{name} of rank {rank}")
 
     if constant:
@@ -710,7 +724,7 @@ def _equal(
     kind: Any,
     programs: Sequence[Program],
     answer: _Answer,
-    failed: tuple[str, Run, Run] | None,
+    failed: tuple[str, ProgramRun, ProgramRun] | None,
     seconds: dict[str, float],
     drawn: str,
 ) -> Proof:
@@ -745,7 +759,7 @@ def _assumed_of_launches(programs: Sequence[Program]) -> tuple[str, ...]:
     return (f"nobody reads the results of {many}, and what they cost is not compared",)
 
 
-def _count_results(program: Program, run: Run) -> int:
+def _count_results(program: Program, run: ProgramRun) -> int:
     """Count the results of all ranks; of a run on one rank too."""
     ranks = {rank for _, rank in run.results} - {None}
     count = len(run.results)
@@ -757,7 +771,11 @@ def _count_results(program: Program, run: Run) -> int:
 
 
 def _different(
-    programs: Sequence[Program], kind: str, actual: Run, expected: Run, seconds: dict[str, float]
+    programs: Sequence[Program],
+    kind: str,
+    actual: ProgramRun,
+    expected: ProgramRun,
+    seconds: dict[str, float],
 ) -> Proof:
     first = _first_difference_on_all_ranks(programs, actual, expected)
     if first is None:
@@ -820,7 +838,7 @@ def common_factor(found: Tensor, wanted: Tensor) -> Fraction | None:
 
 
 def find_origin(
-    programs: Sequence[Program], kind: str, first: Place | None, like: Arithmetic
+    programs: Sequence[Program], kind: str, first: FirstDifference | None, like: Arithmetic
 ) -> str:
     """Run both programs again, and return where their difference begins."""
     if first is None or first.element is None:
@@ -829,10 +847,10 @@ def find_origin(
     for arithmetic in arithmetics:
         arithmetic.order_as(like)
 
-    made = AllElements()
-    trail = Trail(made)
+    expected_elements = AllElements()
+    trail = Trail(expected_elements)
     try:
-        programs[1].run(arithmetics[1], made)
+        programs[1].run(arithmetics[1], expected_elements)
         with facts.watching({"node": trail.come_to}):
             programs[0].run(arithmetics[0], trail)
         tensor = programs[0].last.get((first.result, first.rank))

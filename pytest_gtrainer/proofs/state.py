@@ -76,7 +76,7 @@ def _leaves(function: Any, inputs: Sequence[Any]) -> Iterator[tuple[str, str, An
 
 
 def python_values(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
-    """Return what a call is given beside tensors, and may change, each as a known tensor.
+    """Return what a call is given besides tensors, and may change, each as a known tensor.
 
     Values in lists and dicts. Of modules, which parts train, which parameters require a gradient,
     and numbers that are plain attributes, such as counters, also in lists and dicts.
@@ -354,7 +354,7 @@ def contents_of(function: Any) -> Callable[[], None]:
 
 
 class HeldState:
-    """The tensors that a call may write to beside its inputs, as they are before it.
+    """The tensors that a call may write to besides its inputs, as they are before it.
 
     Those are parameters, buffers, and plain attributes of modules, which the function is, holds, or
     is given; tensors that it holds; and gradients of all of them. Tensors of other classes, such as

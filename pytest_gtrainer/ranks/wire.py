@@ -97,7 +97,7 @@ class Do(NamedTuple):
 
     - "leave group": destroy the process groups, so that ranks blocked in a collective with this one
       raise;
-    - "drop subgroups": destroy the groups that the test has made beside the default one;
+    - "drop subgroups": destroy the groups that the test has made besides the default one;
     - "stop": tear down the fixtures that are still set up, and end.
     """
 
@@ -131,10 +131,10 @@ class GroupState(NamedTuple):
 
     intact: bool  # the default group is the one that the rank was given
     groups_made: int  # torch's counter, from which it names groups
-    subgroups: int = 0  # how many groups there are beside the default one
+    subgroups: int = 0  # how many groups there are besides the default one
     # Collectives on each group that still exists, by the group's description.
     issued: Mapping[str, int] = {}
-    # A module or class shares a world, and with it the groups beside the default one.
+    # A module or class shares a world, and with it the groups besides the default one.
     shared: bool = False
     broken: bool = False  # an error on the GPU, which lasts as long as the process
     messages: Mapping[str, int] = {}  # sends less receives on each group, with gloo

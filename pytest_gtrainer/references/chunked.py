@@ -21,7 +21,7 @@ from pytest_gtrainer.passes.chunking.config import MOE, ChunkConfig, ChunkError
 from pytest_gtrainer.references.chunk_judges import ForwardJudge, check_twins, twin_graphs
 from pytest_gtrainer.tracing.model import Attachment, tensor_text
 
-# Names of a block's parameters beside its activation. Masks and positions are cut along the batch
+# Names of a block's parameters besides its activation. Masks and positions are cut along the batch
 # if they have it; what is shared goes to every chunk as a whole.
 MASKS = frozenset({"mask", "masks", "attn_mask", "attention_mask", "attention_masks", "block_mask"})
 POSITIONS = frozenset({"positions", "position_ids"})
@@ -177,7 +177,7 @@ class _ChunkedForward:
     def _split_beside(
         self, name: str, arguments: Mapping[str, Any], activation: Tensor
     ) -> list[Any]:
-        """Return an argument beside the activation once per chunk.
+        """Return an argument besides the activation once per chunk.
 
         It is cut along the batch if it has that dimension; else all chunks share it.
         """

@@ -220,7 +220,7 @@ def _check_types(config: TrainConfig) -> None:
         value = getattr(config, name)
         if not callable(value):
             hint = "; leave it out for none" if name == "context" else ""
-            raise TypeError(f"TrainConfig.{name} is {_shown(value)}: give a function{hint}")
+            raise TypeError(f"TrainConfig.{name} is {_spell(value)}: give a function{hint}")
 
     none = type(None)
     expected: dict[str, tuple[type, ...]] = {
@@ -237,16 +237,16 @@ def _check_types(config: TrainConfig) -> None:
         value = getattr(config, name)
         if not isinstance(value, types):
             wanted = " or ".join("None" if each is none else each.__name__ for each in types)
-            raise TypeError(f"TrainConfig.{name} is {_shown(value)}: expected {wanted}")
+            raise TypeError(f"TrainConfig.{name} is {_spell(value)}: expected {wanted}")
     for name, mesh in config.submeshes.items():
         if not isinstance(mesh, DeviceMesh):
-            raise TypeError(f"submeshes has {_shown(mesh)} for {name!r}: give a DeviceMesh")
+            raise TypeError(f"submeshes has {_spell(mesh)} for {name!r}: give a DeviceMesh")
 
 
-def _shown(value: object) -> str:
+def _spell(value: object) -> str:
     """Spell a value with its type, or the type alone if the value takes more than a few words.
 
-    >>> _shown(3), _shown("no"), _shown(None), _shown([1] * 99)
+    >>> _spell(3), _spell("no"), _spell(None), _spell([1] * 99)
     ('3, of type int', "'no', of type str", 'None', 'of type list')
     """
     if value is None:
@@ -351,7 +351,7 @@ def check_builds(config: object) -> None:
     """Check that a configuration is one, or a function."""
     if not isinstance(config, TrainConfig) and not callable(config):
         raise TypeError(
-            f"the configuration is {_shown(config)}: give a TrainConfig, or a function that builds "
+            f"the configuration is {_spell(config)}: give a TrainConfig, or a function that builds "
             "it from a mesh"
         )
 
@@ -361,7 +361,7 @@ def built(build: Callable[[DeviceMesh], TrainConfig], mesh: DeviceMesh) -> Train
     config = build(mesh)
     if not isinstance(config, TrainConfig):
         raise TypeError(
-            f"the function of the configuration returns {_shown(config)}: return a TrainConfig"
+            f"the function of the configuration returns {_spell(config)}: return a TrainConfig"
         )
     return config
 
@@ -376,7 +376,7 @@ def new_optimizer(config: TrainConfig, parameters: Sequence[nn.Parameter]) -> to
     optimizer = config.optimizer(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            f"TrainConfig.optimizer returns {_shown(optimizer)}: return a torch.optim.Optimizer"
+            f"TrainConfig.optimizer returns {_spell(optimizer)}: return a torch.optim.Optimizer"
         )
     held: set[int] = set()
     for group in optimizer.param_groups:
@@ -554,7 +554,7 @@ def train(
 
 
 def _check_batch(inputs: Batch, peers: list[tuple[int, ...]], number: int) -> None:
-    """Refuse a batch that differs between ranks which share a model."""
+    """Refuse a batch that differs between ranks which share a model. Every rank must call it."""
     tensors = []
     for place, leaf in enumerate(pytree.tree_leaves(inputs)):
         if isinstance(leaf, torch.Tensor):

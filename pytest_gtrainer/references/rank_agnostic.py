@@ -214,7 +214,7 @@ class _OnRanks:
         self.function = function
 
     def results(self) -> list[tuple["_Outcome", "_Outcome"]]:
-        """Return what both sides give, by rank, on every rank."""
+        """Return what both sides give, by rank. Every rank must call it."""
         calls, states = [], []
         for side in (self.graph, self.function):
             with _kept_state(side) as state:
@@ -229,7 +229,7 @@ class _OnRanks:
         return gather_objects((own[0], own[1]))
 
     def calls(self) -> list[Sides]:
-        """Return the operators of both sides, by rank, on every rank."""
+        """Return the operators of both sides, by rank. Every rank must call it."""
         sides = self.graph, self.function
         return gather_objects(tuple(_calls(side, self.inputs) for side in sides))
 

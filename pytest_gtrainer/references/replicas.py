@@ -119,14 +119,16 @@ def assert_replicas_equal(model: nn.Module, mesh: DeviceMesh, over: str) -> None
 
     _refuse_not_finite(model, compared)
     for name, tensor in state_of(model):
-        if isinstance(tensor, DTensor) and any(place.is_partial() for place in tensor.placements):
+        if isinstance(tensor, DTensor) and any(
+            placement.is_partial() for placement in tensor.placements
+        ):
             what = f"{name} is {tensor.placements}: ranks hold summands, which were not compared"
             facts.emit("idle", what=what)
 
 
 def _refuse_not_finite(model: nn.Module, compared: int) -> None:
     """Raise on every rank if all elements of a parameter or gradient are NaN or infinite; report it
-    if some are.
+    if some are. Every rank must call it.
     """
     buffers = dict(model.named_buffers())
     not_finite, wholly = [], ""
@@ -172,7 +174,7 @@ def assert_alike(
 ) -> int:
     """Check that tensors of one name are equal in each group of ranks, except for shards.
 
-    Returns how many this rank compared.
+    Returns how many this rank compared. Every rank of the world must call it.
     """
     compared, difference = find_difference(named, groups, why)
     if difference:
@@ -183,7 +185,10 @@ def assert_alike(
 def find_difference(
     named: Iterable[tuple[str, torch.Tensor]], groups: Sequence[tuple[int, ...]], why: str
 ) -> tuple[int, str]:
-    """Return how many tensors this rank compared, and how ranks of a group differ, "" if not."""
+    """Return how many tensors this rank compared, and how ranks of a group differ, "" if not.
+
+    Every rank of the world must call it.
+    """
     own = next(ranks for ranks in groups if dist.get_rank() in ranks)
     digests = {}
     for name, tensor in named:

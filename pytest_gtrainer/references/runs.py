@@ -100,7 +100,7 @@ def check_equal(
 
 
 def require_difference(control: Verdict, mistake: str, why_equal: Callable[[bool], str]) -> None:
-    """Raise on every rank, unless the control has other bits on one of them.
+    """Raise, unless the control has other bits on some rank. Every rank must call it.
 
     Args:
         mistake: what the control does otherwise, in front of the reasons of an unverified one.

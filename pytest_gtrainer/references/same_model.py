@@ -45,14 +45,14 @@ from pytest_gtrainer.proofs.in_numbers import (
     says_unchecked,
 )
 from pytest_gtrainer.proofs.on_ranks import exchange_on_ranks
-from pytest_gtrainer.proofs.proof import AnotherFunction, Kind, Place, Proof
+from pytest_gtrainer.proofs.proof import AnotherFunction, FirstDifference, Kind, Proof
 from pytest_gtrainer.proofs.prove import common_factor
 from pytest_gtrainer.references.first_module import first_module
 from pytest_gtrainer.references.sides import (
     Batch,
     Combine,
-    Made,
     Models,
+    SideResults,
     Step,
     data_coordinate,
     groups_along,
@@ -251,7 +251,9 @@ def _check_reference_stays(before: Mapping[str, Tensor], after: Mapping[str, Ten
 
 def _check_batches(models: Models, coordinates: int) -> None:
     """Refuse batches of whole numbers that are equal: then no reduction over data would show."""
-    batches = [pytree.tree_leaves(tuple(models.batch(place))) for place in range(coordinates)]
+    batches = [
+        pytree.tree_leaves(tuple(models.batch(coordinate))) for coordinate in range(coordinates)
+    ]
     for later in range(1, coordinates):
         for earlier in range(later):
             if _are_equal(batches[earlier], batches[later]):
@@ -287,7 +289,7 @@ def _proof_of(
         both = subject.in_field(kind, make_arithmetic())
         if both.proof.kind == kind:
             both = _in_further_runs(kind, subject, make_arithmetic, both)
-        has_functions = any(made.has_functions for made in (*both.found, both.expected))
+        has_functions = any(side.has_functions for side in (*both.found, both.expected))
         if both.proof.kind == kind or not has_functions:
             break
     idle = _idle_dims(both.found, mesh) if both.proof.kind == kind else ()
@@ -304,7 +306,7 @@ def _proof_of(
     return proof, idle
 
 
-def _idle_dims(found: Sequence[Made], mesh: DeviceMesh | None) -> Sequence[str]:
+def _idle_dims(found: Sequence[SideResults], mesh: DeviceMesh | None) -> Sequence[str]:
     """Return the dimensions along which no rank communicates, and none has a part of a parameter.
 
     Refuses a mesh on which that is so along all: each rank has computed the reference by itself,
@@ -312,7 +314,7 @@ def _idle_dims(found: Sequence[Made], mesh: DeviceMesh | None) -> Sequence[str]:
     """
     if mesh is None:
         return ()
-    used = set().union(*(made.parallel_dims for made in found))
+    used = set().union(*(side.parallel_dims for side in found))
     if not used:
         raise VacuousCheck(
             f"on a mesh of {mesh.size()} ranks no rank came to a collective in its step, and none "
@@ -322,9 +324,9 @@ def _idle_dims(found: Sequence[Made], mesh: DeviceMesh | None) -> Sequence[str]:
     return [name for name in mesh.mesh_dim_names or () if name not in used]
 
 
-def _unlike_rivals(found: Sequence[Made], expected: Made) -> Tensor:
+def _unlike_rivals(found: Sequence[SideResults], expected: SideResults) -> Tensor:
     """Return the elements that one side alone compares with others, or sorts."""
-    of_ranks = [made.arithmetic.rivals for made in found if made.arithmetic is not None]
+    of_ranks = [side.arithmetic.rivals for side in found if side.arithmetic is not None]
     if not of_ranks or expected.arithmetic is None:
         return torch.empty(0, dtype=torch.int64)
     return unlike_rivals(torch.cat(of_ranks).unique(), expected.arithmetic.rivals)
@@ -341,8 +343,8 @@ class _Both:
     """
 
     arithmetic: Arithmetic
-    found: Sequence[Made]
-    expected: Made
+    found: Sequence[SideResults]
+    expected: SideResults
     proof: Proof
 
 
@@ -374,7 +376,7 @@ class _Subject:
         if numbers.is_shaken:
             return self._roundings(numbers), ""
         found, expected = _run_sides(self.models, self.mesh, numbers)
-        if any(made.real.keys() - expected.real.keys() for made in found):
+        if any(side.real.keys() - expected.real.keys() for side in found):
             return Difference(), ""
         # These drop real losses of which each rank has a part.
         _join_losses(found, self.mesh, self.dims, self.models.combine, numbers)
@@ -385,16 +387,16 @@ class _Subject:
         largest_input = expected.arithmetic.largest
         numbers.has_digits = numbers.has_digits or expected.arithmetic.has_digits
         differences = [Difference()]
-        for rank, made in enumerate(found):
-            own, wanted = made.results(), made.part_of(expected)
-            for fqn in made.parameters:
+        for rank, side in enumerate(found):
+            own, wanted = side.results(), side.part_of(expected)
+            for fqn in side.parameters:
                 name = f"gradient of {fqn}"
                 if name in wanted or name in own:  # no gradient is one of 0
                     own.setdefault(name, torch.zeros_like(wanted.get(name, own.get(name))))
                     wanted.setdefault(name, torch.zeros_like(own[name]))
             sides: list[dict[tuple[str, int], Tensor]] = []
-            for side in (own, wanted):
-                sides.append({(name, rank): numbers_of(side[name]) for name in own})
+            for results in (own, wanted):
+                sides.append({(name, rank): numbers_of(results[name]) for name in own})
             differences.append(difference(sides[0], sides[1], largest_input))
         return largest(differences), says
 
@@ -419,7 +421,7 @@ def _in_further_runs(
     Return the first run in which they differ, or the last one, with the branches of all runs.
     """
     latest = first
-    of_ranks = [made.chances for made in first.found]
+    of_ranks = [side.chances for side in first.found]
     for further in further_runs(of_ranks, [first.expected.chances]):
         earlier, latest = latest, subject.in_field(kind, further.set_up(make_arithmetic()))
         if latest.proof.kind != kind:
@@ -441,10 +443,10 @@ def _against_numbers(kind: Kind, both: _Both, subject: _Subject) -> Proof:
     """Return a proof with what it assumes; "unknown" if numbers, or unknown operators, say so."""
     proof, found, expected = both.proof, both.found, both.expected
     arithmetics, reads = [], 0
-    for made in (*found, expected):
-        reads += made.reads
-        if made.arithmetic is not None:
-            arithmetics.append(made.arithmetic)
+    for side in (*found, expected):
+        reads += side.reads
+        if side.arithmetic is not None:
+            arithmetics.append(side.arithmetic)
     if proof.kind == kind:
         proof = _held_to_numbers(proof, kind, subject, reads=reads > 0)
     elif kind == _LAST and proof.first is not None and proof.first.element is not None:
@@ -454,7 +456,7 @@ def _against_numbers(kind: Kind, both: _Both, subject: _Subject) -> Proof:
         else:
             reason = agreement(
                 lambda numbers: subject.in_numbers(numbers)[0],
-                decides=any(made.chances.decides for made in (*found, expected)),
+                decides=any(side.chances.decides for side in (*found, expected)),
             )
         if reason:
             proof = replace(proof, kind="unknown", reason=reason, repairs=())
@@ -484,7 +486,7 @@ def _held_to_numbers(proof: Proof, kind: Kind, subject: _Subject, *, reads: bool
     return Proof("unknown", reason=reason) if reason else proof
 
 
-def _said_of_gradients(expected: Made) -> tuple[str, ...]:
+def _said_of_gradients(expected: SideResults) -> tuple[str, ...]:
     """Return a line on parameters of which nothing is compared, if there are any."""
     names = []
     for fqn in sorted(expected.parameters):
@@ -497,15 +499,15 @@ def _said_of_gradients(expected: Made) -> tuple[str, ...]:
     return (f"the reference has no gradient but 0 of {shown}: nothing else of it is compared",)
 
 
-def _said_of_compiled(found: Sequence[Made]) -> tuple[str, ...]:
-    if not any(made.is_compiled for made in found):
+def _said_of_compiled(found: Sequence[SideResults]) -> tuple[str, ...]:
+    if not any(side.is_compiled for side in found):
         return ()
     return ("modules that torch.compile has changed run uncompiled: record.prove() judges graphs",)
 
 
-def _said_of_precision(kind: Kind, found: Sequence[Made]) -> tuple[str, ...]:
+def _said_of_precision(kind: Kind, found: Sequence[SideResults]) -> tuple[str, ...]:
     """Return a line on mixed precision, if there is any."""
-    policies = sorted({policy for made in found for policy in made.precisions})
+    policies = sorted({policy for side in found for policy in side.precisions})
     if not policies:
         return ()
     done = "carried, and both sides round alike"
@@ -522,7 +524,7 @@ def _first_module(
         found, expected = _run_sides(models, mesh, arithmetic, follows=True)
     except NoMeaning:
         return ""  # hooks read more tensors than the models do
-    calls = [next(iter(made.calls.items())) for made in found]
+    calls = [next(iter(side.calls.items())) for side in found]
     wanted = [expected.calls[coordinate] for coordinate in expected.losses]
     # Where losses have weights, each rank's gradients have its own.
     is_exact = expected.is_scaled and not dims and not callable(models.combine)
@@ -531,7 +533,7 @@ def _first_module(
 
 def _run_sides(
     models: Models, mesh: DeviceMesh | None, arithmetic: Arithmetic, follows: bool = False
-) -> tuple[list[Made], Made]:
+) -> tuple[list[SideResults], SideResults]:
     """Return what each rank has made, and the reference; ``follows`` keeps what modules return."""
     # Dynamo refuses to compile under a dispatch mode, as flex_attention does by itself.
     with torch.compiler.set_stance("force_eager"):
@@ -540,28 +542,28 @@ def _run_sides(
 
 def _run_both_sides(
     models: Models, mesh: DeviceMesh | None, arithmetic: Arithmetic, follows: bool
-) -> tuple[list[Made], Made]:
+) -> tuple[list[SideResults], SideResults]:
     alike = copy.deepcopy(arithmetic)
     mode = ArithmeticMode(arithmetic)
     if mesh is None or has_real_ranks():
         if mesh is not None:
             mode.exchange = exchange_on_ranks
         with mode, CountReads(mode):
-            made = models.run_parallel(mode, mesh, follows)
-        made.note(mode)
-        found = [made] if mesh is None else gather_objects(made)
+            side = models.run_parallel(mode, mesh, follows)
+        side.note(mode)
+        found = [side] if mesh is None else gather_objects(side)
     else:
         extents = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         net = AnyOrder.of(NetModel.of_world(mesh.size()))
 
-        def run_rank(rank: int) -> Made:
+        def run_rank(rank: int) -> SideResults:
             with CountReads(mode):
                 return models.run_parallel(mode, mesh_of(extents), follows)
 
         found = run_threads(mesh.size(), run_rank, net=net, under=mode.on_another_thread)
         found[0].note(mode)
     # Second, as only the parallel side knows whether a schedule calls backward.
-    is_scaled = {made.is_scaled for made in found}
+    is_scaled = {side.is_scaled for side in found}
     if len(is_scaled) > 1:
         raise ValueError(
             "the step returns a loss to call backward on on some ranks, and none on others: "
@@ -575,7 +577,7 @@ def _run_both_sides(
 
 
 def _join_shares(
-    found: Sequence[Made], expected: Made, combine: Combine, arithmetic: Arithmetic
+    found: Sequence[SideResults], expected: SideResults, combine: Combine, arithmetic: Arithmetic
 ) -> None:
     """Give ranks the losses of the reference, if theirs are shares that make the whole one.
 
@@ -586,8 +588,8 @@ def _join_shares(
         return
     is_in_numbers = isinstance(arithmetic, Numbers)
     shares: dict[int, Tensor] = {}
-    for made in found:
-        for coordinate, loss in made.losses.items():
+    for side in found:
+        for coordinate, loss in side.losses.items():
             share = shares.setdefault(coordinate, loss)
             if not is_in_numbers and not torch.equal(share, loss):
                 return
@@ -603,15 +605,15 @@ def _join_shares(
             fits.append(torch.equal(_sum_of(list(shares.values())), whole))
     if not any(fits):
         return
-    for made in found:
-        for coordinate in made.losses:
-            made.losses[coordinate] = expected.losses[coordinate]
-        made.real.clear()
-        made.exponents.clear()
+    for side in found:
+        for coordinate in side.losses:
+            side.losses[coordinate] = expected.losses[coordinate]
+        side.real.clear()
+        side.exponents.clear()
 
 
 def _join_losses(
-    found: Sequence[Made],
+    found: Sequence[SideResults],
     mesh: DeviceMesh | None,
     dims: Sequence[str],
     combine: Combine,
@@ -620,10 +622,10 @@ def _join_losses(
     """Give each rank the loss of which ranks along ``dims`` have computed parts."""
     if mesh is None or not dims:
         return
-    for made in found:
+    for side in found:
         # A part of a loss is nothing to compare with the whole.
-        made.real.clear()
-        made.exponents.clear()
+        side.real.clear()
+        side.exponents.clear()
     for ranks in groups_along(mesh, dims):
         coordinates = set().union(*(found[rank].losses for rank in ranks))
         for coordinate in coordinates:
@@ -653,7 +655,7 @@ def _sum_of(parts: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _check_losses(found: Sequence[Made], expected: Made) -> None:
+def _check_losses(found: Sequence[SideResults], expected: SideResults) -> None:
     """Refuse losses that no batch changes, and those that no rank returns."""
     first, *others = expected.losses.values()
     if others and all(torch.equal(first, other) for other in others):
@@ -662,14 +664,16 @@ def _check_losses(found: Sequence[Made], expected: Made) -> None:
             "not show: does the step read what differs in the batches?"
         )
     for coordinate in expected.losses:
-        if not any(coordinate in made.losses for made in found):
+        if not any(coordinate in side.losses for side in found):
             raise ValueError(
                 f"no rank returns the loss of data coordinate {coordinate}: the step of a "
                 "pipeline returns that of the last stage, and None on the others"
             )
 
 
-def _compare(kind: Kind, found: Sequence[Made], expected: Made, mesh: DeviceMesh | None) -> Proof:
+def _compare(
+    kind: Kind, found: Sequence[SideResults], expected: SideResults, mesh: DeviceMesh | None
+) -> Proof:
     # Below all numbers that a program writes, relu() is 0 of everything.
     of_reference = expected.arithmetic
     if of_reference is None or not (of_reference.bias or of_reference.gaps):
@@ -678,24 +682,24 @@ def _compare(kind: Kind, found: Sequence[Made], expected: Made, mesh: DeviceMesh
                 "no parameter of the reference has a gradient but 0: is the loss that of the model?"
             )
         _check_losses(found, expected)
-    held = set().union(*(made.parameters for made in found))
+    held = set().union(*(side.parameters for side in found))
     for fqn in sorted(expected.parameters - held):
-        place = Place(f"parameter {fqn}", says="no rank has it, and the reference does")
-        return Proof("another function", len(expected.results()), place)
+        first = FirstDifference(f"parameter {fqn}", says="no rank has it, and the reference does")
+        return Proof("another function", len(expected.results()), first)
     # A loss that differs says more than the gradients that follow from it.
-    for rank, made in enumerate(found):
-        for coordinate, loss in made.losses.items():
+    for rank, side in enumerate(found):
+        for coordinate, loss in side.losses.items():
             name = f"loss of data coordinate {coordinate}"
             different = _difference(name, rank, loss, expected.losses[coordinate])
-            exponents = made.exponents.get(coordinate), expected.exponents.get(coordinate)
+            exponents = side.exponents.get(coordinate), expected.exponents.get(coordinate)
             if different is not None and not _are_equal_exponents(*exponents):
                 return _explain(different, found, expected, mesh)
-    for rank, made in enumerate(found):
-        wanted = made.part_of(expected)
-        has_gradient = _difference_in_gradients(rank, made, wanted)
+    for rank, side in enumerate(found):
+        wanted = side.part_of(expected)
+        has_gradient = _difference_in_gradients(rank, side, wanted)
         if has_gradient is not None:
             return Proof("another function", len(wanted), has_gradient)
-        for fqn, own in made.gradients.items():
+        for fqn, own in side.gradients.items():
             name = f"gradient of {fqn}"
             expects = wanted.get(name, torch.zeros_like(own))
             different = _difference(name, rank, own, expects)
@@ -704,16 +708,16 @@ def _compare(kind: Kind, found: Sequence[Made], expected: Made, mesh: DeviceMesh
     reason = _says_nothing(found, expected) or _apart_in_real_numbers(found, expected)
     if reason:
         return Proof("unknown", reason=reason)
-    return Proof(kind, compared=sum(len(made.results()) for made in found))
+    return Proof(kind, compared=sum(len(side.results()) for side in found))
 
 
-def _says_nothing(found: Sequence[Made], expected: Made) -> str:
+def _says_nothing(found: Sequence[SideResults], expected: SideResults) -> str:
     """Return why equal elements would prove nothing; "" if they do.
 
     All NaN are equal, and infinities too, whatever they are made of.
     """
-    for made in (expected, *found):
-        for name, own in made.results().items():
+    for side in (expected, *found):
+        for name, own in side.results().items():
             if bool((own >= P).any()):
                 return (
                     f"the {name} is NaN or infinite in exact arithmetic: an infinity, as of a "
@@ -722,16 +726,16 @@ def _says_nothing(found: Sequence[Made], expected: Made) -> str:
     return ""
 
 
-def _apart_in_real_numbers(found: Sequence[Made], expected: Made) -> str:
+def _apart_in_real_numbers(found: Sequence[SideResults], expected: SideResults) -> str:
     """Return how the real losses contradict equal elements; "" if they do not.
 
     They would, if something computed where no dispatch mode sees it, such as NumPy. Where elements
     were compared the real numbers followed these, and mean nothing.
     """
-    if any(made.chances.decides for made in (*found, expected)):
+    if any(side.chances.decides for side in (*found, expected)):
         return ""
-    for rank, made in enumerate(found):
-        for key, own in made.real.items():
+    for rank, side in enumerate(found):
+        for key, own in side.real.items():
             wanted = expected.real.get(key, math.nan)  # of other inputs
             # Half precision leaves few digits, and a loss may be close to 0 by cancellation.
             if abs(own - wanted) > 0.1 * abs(wanted) + 1e-3:
@@ -743,18 +747,20 @@ def _apart_in_real_numbers(found: Sequence[Made], expected: Made) -> str:
     return ""
 
 
-def _difference_in_gradients(rank: int, made: Made, wanted: Mapping[str, Tensor]) -> Place | None:
+def _difference_in_gradients(
+    rank: int, side: SideResults, wanted: Mapping[str, Tensor]
+) -> FirstDifference | None:
     """Return the first parameter that has a gradient on one side only, unless that is 0."""
-    for fqn in sorted(made.parameters):
+    for fqn in sorted(side.parameters):
         name = f"gradient of {fqn}"
-        own = made.gradients.get(fqn)
+        own = side.gradients.get(fqn)
         says = ""
         if own is None and name in wanted and bool(wanted[name].any()):
             says = f"has no gradient on rank {rank}, and the reference has one"
         elif own is not None and name not in wanted and bool(own.any()):
             says = f"has a gradient on rank {rank}, and the reference has none"
         if says:
-            return Place(name, rank, says=says)
+            return FirstDifference(name, rank, says=says)
     return None
 
 
@@ -762,30 +768,37 @@ def _are_equal_exponents(found: Tensor | None, wanted: Tensor | None) -> bool:
     return found is not None and wanted is not None and torch.equal(found, wanted)
 
 
-def _difference(name: str, rank: int, found: Tensor, wanted: Tensor) -> Place | None:
+def _difference(name: str, rank: int, found: Tensor, wanted: Tensor) -> FirstDifference | None:
     if found.shape != wanted.shape:
-        return Place(name, rank, says=f"shape {list(found.shape)}, expected {list(wanted.shape)}")
+        return FirstDifference(
+            name, rank, says=f"shape {list(found.shape)}, expected {list(wanted.shape)}"
+        )
     places = (found != wanted).nonzero()
     if not len(places):
         return None
-    return Place(name, rank, tuple(places[0].tolist()), len(places), found.numel())
+    return FirstDifference(name, rank, tuple(places[0].tolist()), len(places), found.numel())
 
 
-def _explain(place: Place, found: Sequence[Made], expected: Made, mesh: DeviceMesh | None) -> Proof:
+def _explain(
+    first: FirstDifference,
+    found: Sequence[SideResults],
+    expected: SideResults,
+    mesh: DeviceMesh | None,
+) -> Proof:
     """Return the proof that says where the models differ, by which factor, and what repairs it."""
-    of_ranks = [made.results().get(place.result) for made in found]
-    wanted = [made.part_of(expected).get(place.result) for made in found]
+    of_ranks = [side.results().get(first.result) for side in found]
+    wanted = [side.part_of(expected).get(first.result) for side in found]
     factor = None
     repairs: tuple[str, ...] = ()
-    own, whole = of_ranks[place.rank or 0], wanted[place.rank or 0]
-    if place.element is not None and own is not None and whole is not None:
+    own, whole = of_ranks[first.rank or 0], wanted[first.rank or 0]
+    if first.element is not None and own is not None and whole is not None:
         factor = common_factor(own, whole)
     known = [each for each in of_ranks if each is not None]
     known_wanted = [each for each in wanted if each is not None]
     if mesh is not None and len(known) == len(known_wanted) == len(found):
         repairs = tuple(repairs_of(known, known_wanted, mesh))
     count = len(expected.results())
-    return Proof("another function", count, place, factor=factor, repairs=repairs)
+    return Proof("another function", count, first, factor=factor, repairs=repairs)
 
 
 def repairs_of(

@@ -52,8 +52,8 @@ class Part:
 
 
 @dataclass(slots=True)
-class Made:
-    """The elements that one side has made.
+class SideResults:
+    """One side of a comparison: a rank, or the reference, and the elements that it has computed.
 
     Attributes:
         losses: by data coordinate.
@@ -104,10 +104,12 @@ class Made:
         self.has_functions = bool(arithmetic.exponentials or arithmetic.roots)
 
     def results(self) -> dict[str, Tensor]:
-        losses = {f"loss of data coordinate {place}": own for place, own in self.losses.items()}
+        losses = {
+            f"loss of data coordinate {coordinate}": own for coordinate, own in self.losses.items()
+        }
         return {**losses, **{f"gradient of {fqn}": own for fqn, own in self.gradients.items()}}
 
-    def part_of(self, whole: "Made") -> dict[str, Tensor]:
+    def part_of(self, whole: "SideResults") -> dict[str, Tensor]:
         """Return the results of the unsharded side that this side should have."""
         wanted = whole.results()
         for fqn, part in self.parts.items():
@@ -131,21 +133,21 @@ class Models:
 
     def run_reference(
         self, mode: ArithmeticMode, coordinates: int, is_scaled: bool, follows: bool = False
-    ) -> Made:
+    ) -> SideResults:
         """Run the unsharded model: the steps of all data coordinates, combined to one loss.
 
         Args:
             follows: keep what modules return, and their gradients: those of each loss by itself.
         """
-        made, elements = Made(is_scaled=is_scaled), Elements(mode)
+        side, elements = SideResults(is_scaled=is_scaled), Elements(mode)
         scale = elements if is_scaled else None
         with mode, CountReads(mode):
             model = self.new_reference(elements)
-            made.known = known_numbers(model)
+            side.known = known_numbers(model)
             losses = []
             for coordinate in range(coordinates):
                 inputs, total = self.inputs(elements, coordinate)
-                calls = made.calls[coordinate] = Calls()
+                calls = side.calls[coordinate] = Calls()
                 with (
                     calls.followed(model, partial(elements_of, mode)) if follows else nullcontext()
                 ):
@@ -154,9 +156,9 @@ class Models:
                     raise TypeError(
                         f"the step returns {_spell_type(loss)} for the reference: return the loss"
                     )
-                made.losses[coordinate] = elements_of(mode, loss)
-                made.exponents[coordinate] = exponents_of(mode, loss)
-                made.real[coordinate, total] = real_number(loss)
+                side.losses[coordinate] = elements_of(mode, loss)
+                side.exponents[coordinate] = exponents_of(mode, loss)
+                side.real[coordinate, total] = real_number(loss)
                 if follows and loss.requires_grad:
                     backward(loss, scale)
                 losses.append(loss)
@@ -167,10 +169,10 @@ class Models:
                         "the loss of the reference depends on no parameter that requires a "
                         "gradient: is it a constant, is it detached, or is the model frozen?"
                     )
-                made.whole = elements_of(mode, whole)
+                side.whole = elements_of(mode, whole)
                 backward(whole, scale)
-            _take_gradients(made, mode, model)
-        return made
+            _take_gradients(side, mode, model)
+        return side
 
     def _combined(self, losses: Sequence[Tensor]) -> Tensor:
         if not isinstance(self.combine, str):
@@ -180,39 +182,39 @@ class Models:
 
     def run_parallel(
         self, mode: ArithmeticMode, mesh: DeviceMesh | None, follows: bool = False
-    ) -> Made:
+    ) -> SideResults:
         """Run this rank's model on this rank's batch, inside of the mode."""
-        made, elements = Made(), Elements(mode)
+        side, elements = SideResults(), Elements(mode)
         takes_mesh = mesh is not None and bool(inspect.signature(self.parallel).parameters)
         built = self.parallel(mesh) if takes_mesh else self.parallel()
         model, step = built if isinstance(built, tuple) else (built, self.step)
-        self._load(made, model, self.new_reference(elements).state_dict(), mesh)
-        made.precisions = precisions(model)
-        made.is_compiled = any(map(is_compiled, model.modules()))
+        self._load(side, model, self.new_reference(elements).state_dict(), mesh)
+        side.precisions = precisions(model)
+        side.is_compiled = any(map(is_compiled, model.modules()))
         coordinate, _ = data_coordinate(mesh, self.data_dims)
         inputs, total = self.inputs(elements, coordinate)
-        calls = made.calls[coordinate] = Calls()
+        calls = side.calls[coordinate] = Calls()
         with _groups_used() as groups:
             with calls.followed(model, partial(elements_of, mode)) if follows else nullcontext():
                 loss = step(model, *inputs)
-            made.is_scaled = isinstance(loss, Tensor) and loss.requires_grad
-            if made.is_scaled:
+            side.is_scaled = isinstance(loss, Tensor) and loss.requires_grad
+            if side.is_scaled:
                 backward(loss, elements)
-        made.parallel_dims = self._parallel_dims(made, model, mesh, groups)
+        side.parallel_dims = self._parallel_dims(side, model, mesh, groups)
         if loss is not None and not isinstance(loss, Tensor):
             raise TypeError(
                 f"the step returns {_spell_type(loss)} for the parallel model: return the loss, or "
                 "None on a stage of a pipeline that has none"
             )
         if loss is not None:
-            made.losses[coordinate] = elements_of(mode, loss)
-            made.exponents[coordinate] = exponents_of(mode, loss)
-            made.real[coordinate, total] = real_number(loss)
-        _take_gradients(made, mode, model)
-        return made
+            side.losses[coordinate] = elements_of(mode, loss)
+            side.exponents[coordinate] = exponents_of(mode, loss)
+            side.real[coordinate, total] = real_number(loss)
+        _take_gradients(side, mode, model)
+        return side
 
     def _load(
-        self, made: Made, model: nn.Module, whole: Mapping[str, Any], mesh: DeviceMesh | None
+        self, side: SideResults, model: nn.Module, whole: Mapping[str, Any], mesh: DeviceMesh | None
     ) -> None:
         """Load the unsharded state into this rank's model, by FQN and placement."""
         for name, own in get_model_state_dict(model).items():
@@ -225,8 +227,8 @@ class Models:
             if not isinstance(own, Tensor):
                 continue
             if own.shape != value.shape:
-                made.parts[name] = self._part_of(name, own, value, mesh)
-                value = made.parts[name].of(value)
+                side.parts[name] = self._part_of(name, own, value, mesh)
+                value = side.parts[name].of(value)
             if isinstance(own, DTensor):
                 # Every rank has the whole tensor, so none scatters: a scatter needs even shards.
                 placed = distribute_tensor(
@@ -236,14 +238,18 @@ class Models:
             own.detach().copy_(value)
 
     def _parallel_dims(
-        self, made: Made, model: nn.Module, mesh: DeviceMesh | None, groups: set[tuple[int, ...]]
+        self,
+        side: SideResults,
+        model: nn.Module,
+        mesh: DeviceMesh | None,
+        groups: set[tuple[int, ...]],
     ) -> set[str]:
         """Return the dimensions of a mesh along which this rank communicates, or has a part."""
         if mesh is None:
             return set()
         dims = set()
         for pattern, (mesh_dim, _) in self.local.items():
-            if any(fnmatchcase(name, pattern) for name in made.parts):
+            if any(fnmatchcase(name, pattern) for name in side.parts):
                 dims.add(mesh_dim)
         for parameter in model.parameters():
             if not isinstance(parameter, DTensor):
@@ -322,16 +328,16 @@ def backward(loss: Tensor, elements: Elements | None) -> None:
     loss.backward(times)
 
 
-def _take_gradients(made: Made, mode: ArithmeticMode, model: nn.Module) -> None:
+def _take_gradients(side: SideResults, mode: ArithmeticMode, model: nn.Module) -> None:
     # Each name of a tied parameter: ranks of a pipeline may hold it by different ones.
     names: dict[int, list[str]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         name = name_without_wrappers(model, fqn)
-        made.parameters.add(name)
+        side.parameters.add(name)
         names.setdefault(id(parameter), []).append(name)
         if parameter.grad is not None:
-            made.gradients[name] = elements_of(mode, parameter.grad)
-    made.tied = [several for several in names.values() if len(several) > 1]
+            side.gradients[name] = elements_of(mode, parameter.grad)
+    side.tied = [several for several in names.values() if len(several) > 1]
 
 
 def elements_of(mode: ArithmeticMode, tensor: Tensor) -> Tensor:
@@ -396,12 +402,12 @@ def _groups_used() -> Iterator[set[tuple[int, ...]]]:
 
 
 def _dims_between(mesh: DeviceMesh, ranks: Sequence[int]) -> set[str]:
-    """Return the dimensions of a mesh in which the places of these ranks differ."""
+    """Return the dimensions of a mesh in which the coordinates of these ranks differ."""
     with without_modes():
-        places = torch.isin(mesh.mesh, torch.tensor(ranks)).nonzero().tolist()
+        of_ranks = torch.isin(mesh.mesh, torch.tensor(ranks)).nonzero().tolist()
     dims = set()
     for dim, name in enumerate(mesh.mesh_dim_names or ()):
-        if len({place[dim] for place in places}) > 1:
+        if len({coordinates[dim] for coordinates in of_ranks}) > 1:
             dims.add(name)
     return dims
 
@@ -409,10 +415,10 @@ def _dims_between(mesh: DeviceMesh, ranks: Sequence[int]) -> set[str]:
 def groups_along(mesh: DeviceMesh, dims: Sequence[str]) -> Iterator[list[int]]:
     """Yield the ranks that differ in these dimensions alone, in the order of the last one."""
     names = list(mesh.mesh_dim_names or ())
-    places = [names.index(name) for name in dims]
-    others = [place for place in range(mesh.ndim) if place not in places]
-    moved = mesh.mesh.permute(*others, *places)
+    inner = [names.index(name) for name in dims]
+    others = [dim for dim in range(mesh.ndim) if dim not in inner]
+    moved = mesh.mesh.permute(*others, *inner)
     size = 1
-    for place in places:
-        size *= mesh.size(place)
+    for dim in inner:
+        size *= mesh.size(dim)
     yield from moved.reshape(-1, size).tolist()

@@ -23,12 +23,12 @@ _MOST_SEARCHED = 2_000  # characters that the page's search reads of a test
 
 
 @dataclass(slots=True)
-class Run:
+class PageContent:
     """The contents of a page or a summary.
 
     Attributes:
         title: the headline.
-        made: the command of the run, and versions.
+        provenance: the command of the run, and versions.
         summary: the lines of the terminal's summary.
         tests: the tests, sorted with failures first.
         earlier: the page that the run is compared with.
@@ -38,7 +38,7 @@ class Run:
     """
 
     title: str
-    made: str
+    provenance: str
     summary: list[str]
     tests: list[Test]
     earlier: Earlier | None = None
@@ -52,7 +52,7 @@ class Run:
         # Behind the details, which count the changes.
         if self.earlier is not None:
             self.summary = [*self.summary, self.earlier.summary({test.name for test in self.tests})]
-        self.title, self.made = facts.one_line(self.title), facts.one_line(self.made)
+        self.title, self.provenance = facts.one_line(self.title), facts.one_line(self.provenance)
         self.summary = list(map(facts.one_line, self.summary))
 
     def again(self, test: Test) -> str:
@@ -66,7 +66,7 @@ class Run:
         return [(name, counts[name]) for name in ORDER if counts[name]]
 
 
-def render_page(run: Run) -> str:
+def render_page(run: PageContent) -> str:
     """Return the page as HTML, failures first."""
     from jinja2 import Environment
 

@@ -6,7 +6,7 @@ import re
 from pytest_gtrainer.facts import escaped, spell_counts
 from pytest_gtrainer.report.changes import BAD
 from pytest_gtrainer.report.collected import Test
-from pytest_gtrainer.report.html import Run
+from pytest_gtrainer.report.html import PageContent
 
 MOST_TESTS = 50
 _LINKED = re.compile(r"@[\w-]|#\d|\bGH-\d|:[\w+-]+:")
@@ -15,10 +15,10 @@ _MOST_OUTPUT = 3_000
 """Characters of a failure. A job's page on GitHub takes 1 MiB, so 50 failures fit."""
 
 
-def render_summary(run: Run) -> str:
+def render_summary(run: PageContent) -> str:
     """Return counts, the summary of the run, failed tests, and passed tests that changed."""
     counts = spell_counts(dict(run.counts))
-    parts = [f"## {text(run.title)}: {counts or 'no tests'}", text(run.made)]
+    parts = [f"## {text(run.title)}: {counts or 'no tests'}", text(run.provenance)]
     if run.summary:
         parts.append(fenced("\n".join(run.summary)))
     failed, changed = [], []

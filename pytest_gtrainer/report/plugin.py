@@ -28,7 +28,7 @@ from pytest_gtrainer.report.terminal import bounded, write_section
 if TYPE_CHECKING:
     from pytest_gtrainer.report.changes import Earlier
     from pytest_gtrainer.report.collected import Test
-    from pytest_gtrainer.report.html import Run
+    from pytest_gtrainer.report.html import PageContent
     from pytest_gtrainer.report.revision import Revision
 
 TABLE = "differences.tsv"
@@ -165,7 +165,7 @@ class ReportPlugin:
                 status = pytest.ExitCode.TESTS_FAILED
             self._session.exitstatus = status
 
-    def _describe_moves(self, run: Run) -> list[str]:
+    def _describe_moves(self, run: PageContent) -> list[str]:
         """Return what moved against the revision, a line for each test; fail the run if asked."""
         assert run.earlier is not None
         lines, has_moved = [], False
@@ -191,7 +191,7 @@ class ReportPlugin:
 
     def _write(self) -> list[tuple[str, bool]]:
         """Write the wanted files. Return lines for the terminal, with True for a problem."""
-        from pytest_gtrainer.report.html import Run, render_page
+        from pytest_gtrainer.report.html import PageContent, render_page
         from pytest_gtrainer.report.markdown import render_summary
 
         here = Path(self.config.invocation_params.dir)
@@ -206,9 +206,9 @@ class ReportPlugin:
         writers = {"report": render_page, "summary": render_summary}
         lines = []
         try:
-            run = Run(
+            run = PageContent(
                 title=f"pytest-gtrainer: {self.config.rootpath.name}",
-                made=describe_run(self.config),
+                provenance=describe_run(self.config),
                 summary=summary.lines() if summary is not None else [],
                 tests=list(self._tests.values()),
                 earlier=self.earlier,
@@ -342,7 +342,7 @@ class VerdictTables:
         verdict = error.verdict
         path = artifacts.save_or_warn(item, TABLE, table(verdict))
         if path is not None:
-            saved = f"all of them: {artifacts.shown(path)}"
+            saved = f"all of them: {artifacts.path_from_here(path)}"
             report.sections.append(("gtrainer differences", saved))
         is_different = verdict.outcome == "different"
         if is_different and self._ran_passes and not options.get(item.config, "bisect"):

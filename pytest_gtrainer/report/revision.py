@@ -193,27 +193,27 @@ class Revision:
 
     def _mixed(self, here: Mapping[str, str], there: Mapping[str, str], tree: Path) -> str | None:
         """Return a sentence if the two runs did not each import their own code."""
-        for name, place in here.items():
+        for name, origin in here.items():
             is_ours = any(
                 each.exists()
                 for base in (self.top, self.top / "src", self.root, self.root / "src")
                 for each in (base / name / "__init__.py", base / f"{name}.py")
             )
-            if is_ours and not self._is_own(Path(place)):
+            if is_ours and not self._is_own(Path(origin)):
                 return (
-                    f"here, {name} was imported from {place}, an installed copy, and not from the "
+                    f"here, {name} was imported from {origin}, an installed copy, and not from the "
                     f"working tree {self.top}: install it with `pip install -e`, or set PYTHONPATH"
                 )
-        for name, place in there.items():
-            path = Path(place)
+        for name, origin in there.items():
+            path = Path(origin)
             is_elsewhere = self._is_own(Path(here.get(name, "/")))
             if not path.is_relative_to(tree) and (self._is_own(path) or is_elsewhere):
                 return (
-                    f"the tests at {self} imported {name} from {place}, so they did not run on the "
-                    "code of that revision. An editable install whose finder comes before "
+                    f"the tests at {self} imported {name} from {origin}, so they did not run on "
+                    "the code of that revision. An editable install whose finder comes before "
                     "PYTHONPATH does this: install the package without it, and set PYTHONPATH"
                 )
-        if not any(Path(place).is_relative_to(tree) for place in there.values()):
+        if not any(Path(path).is_relative_to(tree) for path in there.values()):
             return f"the tests at {self} do not say where they imported their modules from"
         return None
 

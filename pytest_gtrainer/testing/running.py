@@ -94,7 +94,7 @@ def run_pass_file(
             raise PassFileError(f"{call.place}: {call.name}: {error}") from None
 
     with _enter_world(file.world):
-        return _Run(file, known).judge(golden)
+        return _PassFileRun(file, known).judge(golden)
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def _enter_world(spec: WorldSpec | None) -> Iterator[None]:
             yield
 
 
-class _Run:
+class _PassFileRun:
     """The graph of a pass file, before and after its passes."""
 
     def __init__(self, file: PassFile, known: Mapping[str, Pass]) -> None:

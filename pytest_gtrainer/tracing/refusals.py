@@ -25,7 +25,7 @@ from pytest_gtrainer._torch.autograd import (
     method_of_hook,
 )
 from pytest_gtrainer._torch.graph_text import hooks_of
-from pytest_gtrainer._torch.modes import MODES, shown
+from pytest_gtrainer._torch.modes import MODES, spell_mode
 from pytest_gtrainer._torch.random_states import GeneratorStates, random_state, without_modes
 from pytest_gtrainer._torch.tracing import AutocastAround, current_annotation
 from pytest_gtrainer._torch.values import parts_of, storage_id
@@ -426,7 +426,7 @@ class RunMode:
         around = []
         for name in _AROUND:
             read, _ = MODES[name]
-            around.append((name, shown(read())))
+            around.append((name, spell_mode(read())))
         return cls(tuple(evaluating), tuple(autocast), tuple(modules), tuple(around))
 
     def refuse_other(self, other: "RunMode") -> None:

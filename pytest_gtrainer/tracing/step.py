@@ -2,7 +2,7 @@
 
 Its inputs are the local tensors of parameters, buffers and user inputs, in this order. Its outputs
 are the loss and the gradients of the parameters that require one, in ``named_parameters`` order.
-Metadata, beside what ``graph.nodes`` names:
+Metadata, besides what ``graph.nodes`` names:
 
 - ``gt_input`` of a placeholder is ``{"kind": "parameter" | "buffer" | "input", "fqn": ...}``.
 - On the output node, ``gt_outputs`` names the outputs, ``gt_managed_order`` the parameters as FSDP2

@@ -9,7 +9,7 @@ import pytest
 
 from fixtures.pages import follow
 from pytest_gtrainer.over_time.comparing import Comparison, Difference
-from pytest_gtrainer.over_time.files import Run
+from pytest_gtrainer.over_time.files import RecordedRun
 from pytest_gtrainer.over_time.page import page_of, write_page
 from tests.over_time.trainers import SCRIPT
 
@@ -25,7 +25,10 @@ def test_the_page_is_followed(tmp_path):
 
 def comparison(**fields):
     """The comparison of two records of one step each."""
-    runs = Run(Path("a<b"), {0: {}, 1: {}}, {0: {}}), Run(Path("b"), {0: {}}, {0: {}, 1: {}})
+    runs = (
+        RecordedRun(Path("a<b"), {0: {}, 1: {}}, {0: {}}),
+        RecordedRun(Path("b"), {0: {}}, {0: {}, 1: {}}),
+    )
     return Comparison(runs, **{"compared": 3, "steps": [0], **fields})
 
 

@@ -25,7 +25,7 @@ from pytest_gtrainer.facts import packed
 from pytest_gtrainer.graph.layout import Payload, Slot
 from pytest_gtrainer.graphtext.differences.lines import changed_lines
 from pytest_gtrainer.report.collected import Test as Collected
-from pytest_gtrainer.report.html import Run, render_page
+from pytest_gtrainer.report.html import PageContent, render_page
 from pytest_gtrainer.report.witness import Witness
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -302,7 +302,7 @@ def judged_page():
                 check()
     judged = Collected("tests/test_step.py::test_judged")
     judged.add(_report(result, "failed", f"pytest_gtrainer.{error.typename}: {error.value}"))
-    return render_page(Run("a layout and bits that differ", "", [], [judged]))
+    return render_page(PageContent("a layout and bits that differ", "", [], [judged]))
 
 
 @pytest.mark.parametrize("width", [360, 768, 1440])
@@ -421,7 +421,7 @@ def large_page():
         key, text = f"s{number}", packed(f"if P:\n  P.w{number}: f32[2]\n")
         page_of_one = {**one_pass, "before": key, "after": key, "changes": []}
         small[-1].add(_report([{"kind": "graph_text", "key": key, "packed": text}, page_of_one]))
-    return render_page(Run("a large run", "", [], [large, *small]))
+    return render_page(PageContent("a large run", "", [], [large, *small]))
 
 
 def _report(content, outcome="passed", longrepr=None):

@@ -4,7 +4,7 @@ import pytest
 
 from pytest_gtrainer.report.cards import build_card, shown_by_world
 from pytest_gtrainer.report.collected import Test as Collected
-from pytest_gtrainer.report.html import Run, render_page
+from pytest_gtrainer.report.html import PageContent, render_page
 
 FAKE = {"kind": "world", "world": "fake", "size": 4}
 
@@ -144,7 +144,9 @@ def test_the_page_has_the_cards_and_the_table_as_text():
         report("failed", message="ValueError: <b>no</b>\x1b[31m"), name="t.py::test_<i>"
     )
     shown = a_test(report(found=[fact("golden", "equal", name="a.txt")]))
-    page = render_page(Run("run", "", [], [failed, shown], folder="a b/", options=["--gt-gpus=2"]))
+    page = render_page(
+        PageContent("run", "", [], [failed, shown], folder="a b/", options=["--gt-gpus=2"])
+    )
     assert "ValueError: &lt;b&gt;no&lt;/b&gt;\\x1b[31m" in page
     assert "<code>pytest &#39;a b/t.py::test_&lt;i&gt;&#39; --gt-gpus=2</code>" in page
     assert '<th scope="row">this process</th><td>1</td><td>1 equal</td>' in page

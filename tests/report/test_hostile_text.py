@@ -12,7 +12,7 @@ from pytest_gtrainer import Record, compare, facts
 from pytest_gtrainer.facts import unpacked
 from pytest_gtrainer.numerics.verdict import Key, table, where
 from pytest_gtrainer.report.collected import Test as Collected
-from pytest_gtrainer.report.html import Run, render_page
+from pytest_gtrainer.report.html import PageContent, render_page
 from pytest_gtrainer.report.markdown import render_summary
 from pytest_gtrainer.report.terminal import SummaryPlugin
 
@@ -37,7 +37,7 @@ def is_tame(text: str) -> bool:
 
 
 @pytest.fixture
-def hostile() -> Run:
+def hostile() -> PageContent:
     """A failed test, everything about which is hostile."""
     reports = [
         pytest.TestReport(
@@ -57,7 +57,7 @@ def hostile() -> Run:
         {"kind": "leak", "test": TEXT, "what": TEXT},
     ]
     test = Collected(reports[0].nodeid, reports, found)
-    return Run(TEXT, TEXT, [TEXT, "second"], [test])
+    return PageContent(TEXT, TEXT, [TEXT, "second"], [test])
 
 
 def test_the_summary_in_markdown(hostile):

@@ -7,7 +7,7 @@ import pytest
 from pytest_gtrainer.numerics.verdict import PHASES
 from pytest_gtrainer.report import html
 from pytest_gtrainer.report.collected import Test as Collected
-from pytest_gtrainer.report.html import Run, build_details, render_page
+from pytest_gtrainer.report.html import PageContent, build_details, render_page
 
 
 def a_test(name="test_it", outcome="passed", longrepr=None, sections=(), **attributes):
@@ -44,14 +44,14 @@ def test_long_output_is_cut_and_says_so(monkeypatch):
 
 def test_a_failures_first_line_stands_in_the_list_and_in_what_is_searched():
     page = render_page(
-        Run("run", "", [], [a_test(outcome="failed", longrepr="ValueError: Twice\nmore")])
+        PageContent("run", "", [], [a_test(outcome="failed", longrepr="ValueError: Twice\nmore")])
     )
     assert '<pre class="message">ValueError: Twice\nmore</pre>' in page
     assert "valueerror: twice" in re.search(r'data-words="([^"]*)"', page)[1]
 
 
 def test_what_tests_are_called_is_text_and_no_markup():
-    page = render_page(Run("<b>run", "<i>made", ["<u>summary"], [a_test('t[<script>"]')]))
+    page = render_page(PageContent("<b>run", "<i>made", ["<u>summary"], [a_test('t[<script>"]')]))
     assert "t[&lt;script&gt;&#34;]" in page
     for markup in ("<b>run", "<i>made", "<u>summary", "[<script>"):
         assert markup not in page
@@ -84,7 +84,7 @@ def test_a_curve_that_a_test_asked_for_is_drawn_in_its_place_and_one_of_a_pass_b
     ]
     test = a_test(gt_facts=found)
     assert build_details(test)["memories"] == ["one"]
-    page = render_page(Run("run", "", [], [test]))
+    page = render_page(PageContent("run", "", [], [test]))
     assert all(
         f'<script type="text/plain" id="m-{key}">{key}</script>' in page for key in ("one", "two")
     )

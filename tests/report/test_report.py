@@ -17,7 +17,7 @@ import pytest
 
 from pytest_gtrainer.facts import Fact, packed
 from pytest_gtrainer.report.collected import Test as Collected
-from pytest_gtrainer.report.html import Run, build_details, render_page
+from pytest_gtrainer.report.html import PageContent, build_details, render_page
 
 SUITE = Path(__file__).parent / "suite.py"
 
@@ -256,7 +256,7 @@ def test_a_thousand_tests_and_a_large_graph_are_a_small_first_page():
         for n in range(20_000)
     )
     tests = [a_test(f"test_{number}", f"if P:\n  P.w{number}: f32[2]\n") for number in range(1_000)]
-    page = render_page(Run("run", "", [], [*tests, a_test("test_large", large, 40_000)]))
+    page = render_page(PageContent("run", "", [], [*tests, a_test("test_large", large, 40_000)]))
     seen = re.sub(r"<(script|style)[^>]*>.*?</\1>", "", page, flags=re.DOTALL)
     assert seen.count("<section") == 1_001
     assert len(seen) < 700_000

@@ -457,7 +457,9 @@ def test_calls_are_gathered_by_rank_and_records_are_numbers_graphs_or_layouts():
 
 @pytest.mark.parametrize("folder", ["", "tests/", "a b/"])
 def test_a_test_is_run_again_from_the_working_directory(folder):
-    run = html.Run("t", "m", [], [collected(name="a.py::t[x y]")], folder=folder, options=["--o=1"])
+    run = html.PageContent(
+        "t", "m", [], [collected(name="a.py::t[x y]")], folder=folder, options=["--o=1"]
+    )
     quoted = f"'{folder}a.py::t[x y]'"
     assert run.again(run.tests[0]) == f"pytest {quoted} --o=1"
 
@@ -470,11 +472,11 @@ def test_tests_of_a_page_stand_failures_first_and_are_counted():
         collected(report("setup", "failed"), name="e"),
         collected(report(), name="p2"),
     ]
-    run = html.Run("a\nb", "c\nd", ["e\nf"], tests)
+    run = html.PageContent("a\nb", "c\nd", ["e\nf"], tests)
     assert [test.name for test in run.tests] == ["f", "e", "p1", "p2", "s"]
     assert [each["name"] for each in run.details] == ["f", "e", "p1", "p2", "s"]
     assert run.counts == [("failed", 1), ("error", 1), ("passed", 2), ("skipped", 1)]
-    assert (run.title, run.made, run.summary) == ("a\\nb", "c\\nd", ["e\\nf"])
+    assert (run.title, run.provenance, run.summary) == ("a\\nb", "c\\nd", ["e\\nf"])
 
 
 def test_details_of_a_test_say_what_was_checked_and_what_cannot_be_shown():
@@ -543,7 +545,7 @@ def test_the_row_of_a_test_shows_its_time_and_what_its_card_does_not_say(is_fail
 def test_a_summary_lists_fifty_failed_tests_and_counts_the_others(count):
     one = failed("words")
     tests = [collected(one, name=f"t{number}") for number in range(count)]
-    text = markdown.render_summary(html.Run("T", "made", ["line"], tests))
+    text = markdown.render_summary(html.PageContent("T", "made", ["line"], tests))
     assert text.startswith(f"## T: {count} failed\n\nmade\n\n```text\nline\n```\n\n### Failed\n\n")
     assert text.count("<details>") == min(count, 50)
     assert text.endswith(f"… and {count - 50} more.\n") == (count > 50)
@@ -560,7 +562,7 @@ def test_the_summary_of_a_test_as_a_whole():
     assert rest.startswith("<summary>The failure</summary>\n\n```text\n")
     assert rest.endswith("\n```\n\nRun it again: `pytest 'a b'`\n\n</details>")
     assert markdown._render_test(collected(report()), ["c"], "x") == "**`a.py::t`** passed\n\n- c"
-    run = html.Run("T", "m", [], [test])
+    run = html.PageContent("T", "m", [], [test])
     run.details[0]["changed"] = ["own change"]
     run.details[0]["earlier"]["lines"] = ["passed then, failed now"]
     shown = re.findall("^- (.*)", markdown.render_summary(run), re.M)

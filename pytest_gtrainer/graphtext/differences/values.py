@@ -96,7 +96,7 @@ def argument_remarks(comparison: Comparison) -> Iterator[Remark]:
             if any(comparison.is_explained("", operand) for operand in now.operands):
                 continue
 
-        before, after = _shown_arguments(was), _shown_arguments(now)
+        before, after = _spell_arguments(was), _spell_arguments(now)
         moved = sorted(before.split(", ")) == sorted(after.split(", "))
         order = " are in another order" if moved else ""
         text = f"arguments of {what(now)}{order}: {_became(before, after)}"
@@ -114,7 +114,7 @@ def _operand_types_are_equal(comparison: Comparison, now: Value) -> bool:
     return True
 
 
-def _shown_arguments(value: Value) -> str:
+def _spell_arguments(value: Value) -> str:
     """Return the arguments with ``·`` for values and with literals in their places."""
     pieces = value.arguments.replace(SYMBOL, HOLE).split(HOLE)
     holes = len(pieces) - 1
@@ -142,7 +142,7 @@ def _operand_remarks(comparison: Comparison, was: Value, now: Value) -> Iterator
     if not other:
         return
     number, old, new = other[0]
-    shown, before = _shown(comparison.new, new), _shown(comparison.old, old)
+    shown, before = _spell_operand(comparison.new, new), _spell_operand(comparison.old, old)
     text = f"{what(now)} reads {shown} instead of {before} as operand {number}"
     if len(other) > 1:
         text += f" (and {counted(len(other) - 1, 'more operand')})"
@@ -156,12 +156,12 @@ def _is_definition(operand: Operand) -> bool:
     return isinstance(operand, int) and operand < 0
 
 
-def _shown(graph: Dataflow, operand: Operand) -> str:
+def _spell_operand(graph: Dataflow, operand: Operand) -> str:
     """Return an operand as a reader of a sentence needs it."""
     if isinstance(operand, str):
         return operand
     if not isinstance(operand, int):
-        return f"size {operand.number} of {_shown(graph, operand.value)}"
+        return f"size {operand.number} of {_spell_operand(graph, operand.value)}"
     if operand < 0:
         return graph.definitions[~operand].name
     return reference_to(graph.values[operand])
@@ -178,7 +178,8 @@ def group_remarks(comparison: Comparison) -> Iterator[Remark]:
             are_definitions = _is_definition(old) and _is_definition(new)
             if are_definitions and not comparison.same_operand(old, new):
                 kind = remarks.kind_of(now) or now.operator
-                change = f"{_shown(comparison.old, old)} became {_shown(comparison.new, new)}"
+                before = _spell_operand(comparison.old, old)
+                change = f"{before} became {_spell_operand(comparison.new, new)}"
                 where = f"{remarks.module_of(now.scope)}/{now.scope.space}"
                 text = f"process group of {kind} {where}: {change}"
                 yield Remark(Weight.GROUP, text, about(now), f"{kind} {change}")
@@ -284,7 +285,7 @@ def output_remarks(comparison: Comparison) -> Iterator[Remark]:
         pairs = zip(was.operands, now.operands, strict=False)
         is_explained = all(comparison.is_explained(*pair) for pair in pairs)
         if len(was.operands) != len(now.operands) or not is_explained:
-            after, before = _shown_result(comparison.new, now), _shown_result(comparison.old, was)
+            after, before = _spell_result(comparison.new, now), _spell_result(comparison.old, was)
             text = f"output {name} is {after} instead of {before}"
             yield Remark(Weight.BOUNDARY, text, name, "output")
 
@@ -303,10 +304,10 @@ def _results_by_name(graph: Dataflow) -> dict[str, Result]:
     return named
 
 
-def _shown_result(graph: Dataflow, result: Result) -> str:
+def _spell_result(graph: Dataflow, result: Result) -> str:
     text = result.arguments
     for operand in result.operands:
-        text = text.replace(HOLE, _shown(graph, operand), 1)
+        text = text.replace(HOLE, _spell_operand(graph, operand), 1)
     return text
 
 

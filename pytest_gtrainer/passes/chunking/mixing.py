@@ -196,7 +196,7 @@ def _names_of(target: Any) -> tuple[str, str]:
 def _arguments_by_name(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return arguments by the names of the schema; without a schema, those by place are numbered."""
+    """Return arguments by the names of the schema; without one, positional ones by their number."""
     if isinstance(target, OpOverload):
         return named_arguments(target, args, kwargs)
     return {**{str(place): value for place, value in enumerate(args)}, **kwargs}

@@ -271,7 +271,7 @@ def _pickled(result: Any) -> bytes:
 
 
 class RankGroup:
-    """The default group of a rank, and the groups that tests have made beside it."""
+    """The default group of a rank, and the groups that tests have made besides it."""
 
     def __init__(self, rank: int, device: str, backend: str, *, index: int = 0) -> None:
         """``index`` is that of the rank's GPU on its machine."""

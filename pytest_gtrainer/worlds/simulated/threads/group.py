@@ -57,15 +57,15 @@ class Issued:
 class Meeting(Awaited):
     """One collective of a group, from its first call to its end."""
 
-    def __init__(self, place: MeetingPlace, number: int) -> None:
+    def __init__(self, meeting_place: MeetingPlace, number: int) -> None:
         super().__init__()
-        self.place = place
-        self.where = f"collective {number} of {place.text}"
+        self.meeting_place = meeting_place
+        self.where = f"collective {number} of {meeting_place.text}"
         self.calls: dict[int, Issued] = {}  # by rank in the world
 
     @property
     def is_complete(self) -> bool:
-        return len(self.calls) == len(self.place.ranks)
+        return len(self.calls) == len(self.meeting_place.ranks)
 
     @property
     def text(self) -> str:
@@ -74,7 +74,7 @@ class Meeting(Awaited):
 
     @property
     def missing(self) -> str:
-        return ranks_text(rank for rank in self.place.ranks if rank not in self.calls)
+        return ranks_text(rank for rank in self.meeting_place.ranks if rank not in self.calls)
 
     def __str__(self) -> str:
         return f"waiting in {self.text} for {self.missing}"
@@ -90,7 +90,7 @@ class Meeting(Awaited):
             whose = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in issued.items())
             raise CollectiveMismatch(f"the ranks disagree in {self.where}; {whose}")
 
-        calls = [self.calls[rank] for rank in self.place.ranks]
+        calls = [self.calls[rank] for rank in self.meeting_place.ranks]
         for call in calls:
             tensors = list(map(Tensor.detach, call.given.inputs))
             # Where nothing is exchanged shapes do not matter, sizes do.
@@ -99,7 +99,7 @@ class Meeting(Awaited):
             call.given.inputs = tensors
 
         try:
-            results = calls[0].collective(self.place.net, [call.given for call in calls])
+            results = calls[0].collective(self.meeting_place.net, [call.given for call in calls])
         except CollectiveMismatch as error:
             name = calls[0].text.partition(" ")[0]
             message = f"the ranks disagree in {self.where}, {name}: {error}"
@@ -171,7 +171,7 @@ class MeetingPlace:
 
 
 class SharedGroups:
-    """The state that the groups of all ranks share: team, net, and a place for each group.
+    """The state that the groups of all ranks share: team, net, and a meeting place for each group.
 
     Attributes:
         under: makes a context for what a collective or a message computes.
@@ -179,44 +179,46 @@ class SharedGroups:
 
     def __init__(self, team: ThreadTeam, net: Net, under: Under) -> None:
         self.team, self._net, self.under = team, net, under
-        self._places: dict[tuple[str, tuple[int, ...]], MeetingPlace] = {}
+        self._meeting_places: dict[tuple[str, tuple[int, ...]], MeetingPlace] = {}
 
-    def place(self, name: str, ranks: tuple[int, ...]) -> MeetingPlace:
+    def meeting_place(self, name: str, ranks: tuple[int, ...]) -> MeetingPlace:
         """Return the meeting place of the group of this name and these global ranks."""
-        if (name, ranks) not in self._places:
+        if (name, ranks) not in self._meeting_places:
             text = f"the group of {ranks_text(ranks)}"
-            if same := sum(members == ranks for _, members in self._places):
+            if same := sum(members == ranks for _, members in self._meeting_places):
                 text += f" (group {same + 1} of these)"
             is_world = ranks == tuple(range(self.team.size))
             net = self._net if is_world else self._net.for_group(ranks)
-            self._places[name, ranks] = MeetingPlace(ranks, net, text)
-        return self._places[name, ranks]
+            self._meeting_places[name, ranks] = MeetingPlace(ranks, net, text)
+        return self._meeting_places[name, ranks]
 
     def issued_by(self, rank: int) -> int:
         """Return how many collectives a rank has issued, in destroyed groups, too."""
-        return sum(place.arrivals.get(rank, 0) for place in self._places.values())
+        return sum(
+            meeting_place.arrivals.get(rank, 0) for meeting_place in self._meeting_places.values()
+        )
 
     def has_communicated(self, rank: int) -> bool:
         """Return whether a rank has issued a collective or a message, in destroyed groups, too."""
         if self.issued_by(rank):
             return True
-        for place in self._places.values():
-            for source, destination, _ in (*place.sent, *place.wanted):
+        for meeting_place in self._meeting_places.values():
+            for source, destination, _ in (*meeting_place.sent, *meeting_place.wanted):
                 if rank in (source, destination):
                     return True
         return False
 
     def unmatched(self) -> str:
         """Return what a rank began and no other rank took part in, at the end of a run; or ""."""
-        for place in self._places.values():
-            for meeting in place.open.values():
+        for meeting_place in self._meeting_places.values():
+            for meeting in meeting_place.open.values():
                 called = f"{ranks_text(meeting.calls)} called {meeting.text}"
                 return f"{called}, and ended before {meeting.missing} did"
-            for (source, destination, _), tensors in place.sent.items():
+            for (source, destination, _), tensors in meeting_place.sent.items():
                 if tensors:
                     what = f"rank {source} sent {texts([tensors[0]])} to rank {destination}"
                     return f"{what}, which never received it"
-            for (source, destination, _), messages in place.wanted.items():
+            for (source, destination, _), messages in meeting_place.wanted.items():
                 if messages:
                     what = f"rank {destination} began to receive {texts([messages[0].tensor])}"
                     return f"{what} from rank {source}, which never sent it"
@@ -271,7 +273,7 @@ class ThreadGroup(dist.ProcessGroup):
         super().__init__(ranks.index(rank), len(ranks))
         self._shared, self._team = shared, shared.team
         self._global_rank, self._name, self._members = rank, name, tuple(ranks)
-        self._place = shared.place(name, self._members)
+        self._meeting_place = shared.meeting_place(name, self._members)
 
     @property
     def issued(self) -> int:
@@ -294,7 +296,9 @@ class ThreadGroup(dist.ProcessGroup):
         """Arrive at a meeting; ``text`` as in ``Issued``, ``details`` as in ``Contribution``."""
         self._check(text, outputs)
         given = Contribution(rank=self._global_rank, inputs=list(inputs), **details)
-        meeting = self._place.arrive(self._global_rank, Issued(text, collective, given, outputs))
+        meeting = self._meeting_place.arrive(
+            self._global_rank, Issued(text, collective, given, outputs)
+        )
         if meeting.is_complete:
             with self._failing_all(), unseen_by_modes(), self._shared.under():
                 meeting.hold()
@@ -434,7 +438,7 @@ class ThreadGroup(dist.ProcessGroup):
     def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> _Work:
         self._check("send", tensors)
         route = self._global_rank, self._members[destination], tag
-        if waiting := self._place.wanted[route]:
+        if waiting := self._meeting_place.wanted[route]:
             message = waiting.popleft()
             with self._failing_all(), unseen_by_modes(), self._shared.under():
                 message.receive(tensors[0])
@@ -442,7 +446,7 @@ class ThreadGroup(dist.ProcessGroup):
         else:
             # A copy: the sender may go on to write to its tensor.
             with unseen_by_modes(), self._shared.under():
-                self._place.sent[route].append(tensors[0].detach().clone())
+                self._meeting_place.sent[route].append(tensors[0].detach().clone())
 
         done = Awaited()
         done.happened = True
@@ -452,12 +456,12 @@ class ThreadGroup(dist.ProcessGroup):
         self._check("recv", tensors)
         route = self._members[source], self._global_rank, tag
         message = Message(route, tensors[0])
-        if sent := self._place.sent[route]:
+        if sent := self._meeting_place.sent[route]:
             with self._failing_all(), unseen_by_modes(), self._shared.under():
                 message.receive(sent.popleft())
             message.happened = True
         else:
-            self._place.wanted[route].append(message)
+            self._meeting_place.wanted[route].append(message)
         return _Work(self._team, self._global_rank, message, tensors, "recv")
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> NoReturn:

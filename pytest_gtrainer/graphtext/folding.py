@@ -19,9 +19,9 @@ from pytest_gtrainer.graphtext.sections import GraphLine, Layer, Line, Section, 
 
 INDENT = "  "
 MOST_LAYERS = 10_000
-"""Layers of one heading: a damaged number must take neither all memory nor minutes."""
+"""Layers of one heading. A text with a damaged number must not take all memory, or minutes."""
 MOST_LINES = 1 << 20
-"""Lines of a text to compare, those of each layer counted."""
+"""Lines of a text to compare; a line of a heading counts once for each of its layers."""
 MOST_ADDED = 1 << 16
 """Lines that layers may add to a text to parse. Each becomes a node, which takes a hundred times
 longer.
@@ -43,7 +43,7 @@ class LayerRun:
     section: Section
     count: int
     step: int
-    visit: int  # 1 if the schedule comes to each of them for the first time
+    visit: int  # how often the schedule has come to each of them: 1 at the first time
 
     @property
     def place(self) -> tuple[str, str, int]:
@@ -73,7 +73,7 @@ class LayerRun:
 def fold(sections: Sequence[Section]) -> list[str]:
     """Return the text of the sections."""
     runs = list(_runs_of(sections))
-    # At each place, the run of most layers, of which the others may be edits.
+    # By space, container and visit the run of most layers: the others may be printed as its edits.
     models: dict[tuple[str, str, int], LayerRun] = {}
     for run in runs:
         if run.section.key.layer is not None and run.section.key.space in ("fwd", "bwd"):
@@ -153,7 +153,7 @@ def _edits(model: Sequence[Line], lines: Sequence[Line]) -> list[str] | None:
         return None
     places = {name: place for place, name in enumerate(old)}
     common = [name for name in new if name in places]
-    # The most names that stand in one order on both sides stay where they are.
+    # A longest sequence of names that have the same order on both sides stays where it is.
     kept = {common[place] for place in rising([places[name] for name in common])}
     text = [f"{INDENT}drop({name})" for name in old if name not in kept]
     text += _body(line for name, line in new.items() if name in kept and line != old[name])
@@ -283,7 +283,7 @@ def _blocks(text: str, budget: LineBudget) -> Iterator[TextBlock]:
     head: tuple[int, tuple[str, ...]] | None = None
     lines: list[Line] = []
     heading = ""
-    # The point stands for a last heading, which ends the block before it.
+    # "." is not indented, so it ends the last block as a heading would.
     for number, raw in enumerate([*text.splitlines(), "."], start=1):
         line = raw.removeprefix(INDENT)
         if raw.startswith("#") or not raw or raw.isspace():
@@ -338,7 +338,8 @@ def _edited(model: Sequence[Line], block: TextBlock) -> list[Line]:
     front: list[Line] = []
     target: list[Line] | None = None
     for line in block.lines[1:]:
-        # An edit stands under no module; a line that looks like one may.
+        # Edits are never under a ``with`` heading. A line there is a statement, even if it looks
+        # like an edit.
         edit = None if line.heading else _EDIT.fullmatch(line.text)
         if edit is None and target is not None:
             target.append(line)

@@ -9,7 +9,7 @@ the same by chance. So they run again, with elements in other orders:
 | elements are compared or sorted | all elements above all known numbers, all below, and 6 seeds |
 | and few different ones are | 8 seeds more |
 | only square roots are taken | all elements above and below, and the more seeds the fewer roots |
-| one program alone compares with a limit | all elements in each interval beside that limit |
+| one program alone compares with a limit | all elements in each interval next to that limit |
 
 In the field there is one more: a run is repeated if one program alone chooses among some elements.
 These, its ``rivals``, are then larger or smaller than all others.
@@ -70,7 +70,7 @@ class FurtherRun:
         seed: of the elements.
         bias: all elements are above (1) or below (-1) all known numbers; 0 if among them.
         gaps: intervals of keys, of which each element lies in one; anywhere if there are none.
-        is_for_limits: all elements lie beside a limit that one program alone has.
+        is_for_limits: all elements lie next to a limit that one program alone has.
         sign: of all inputs, 1 or -1; 0 for inputs of either sign.
     """
 
@@ -105,25 +105,27 @@ def further_runs(actual: Sequence[Chances], expected: Sequence[Chances]) -> list
         for element, key in each.limits:
             keys.setdefault(element, abs(key))
     unlike = {keys[element] for element in unlike_limits(actual, expected)}
+    # Gaps lie between 0, the limits, and the largest key; a limit and its negative are one here.
     ends = [0, *sorted(set(keys.values())), _LARGEST_KEY]
-    gaps, between_unlike, beside_unlike = [], [], []
+    gaps, next_to_unlike, between_limits = [], [], []
     for low, high in itertools.pairwise(ends):
         gaps.append((low + 1, max(1, high - low - 1)))
+        # In the runs with a bias all elements lie in the last gap.
         if not {low, high} & unlike or high == _LARGEST_KEY:
             continue
-        beside_unlike.append(gaps[-1])
+        next_to_unlike.append(gaps[-1])
         if low > 0:
-            between_unlike.append(gaps[-1])
+            between_limits.append(gaps[-1])
 
     found = []
     for seed, bias in orders(*actual, *expected):
         # With two limits or more, some elements lie in each interval.
         found.append(FurtherRun(seed, bias, tuple(gaps) if seed and len(gaps) > 2 else ()))
     seeds = [run.seed for run in found if run.seed]
-    for gap in between_unlike:
+    for gap in between_limits:
         found += [FurtherRun(seed, gaps=(gap,), is_for_limits=True) for seed in seeds]
     # What asks for all elements of a tensor, as (x > .3).all(), is true of one sign alone.
-    for gap, sign in itertools.product(beside_unlike, (1, -1)):
+    for gap, sign in itertools.product(next_to_unlike, (1, -1)):
         found.append(FurtherRun(1, gaps=(gap,), is_for_limits=True, sign=sign))
     return found
 

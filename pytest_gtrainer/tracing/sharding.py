@@ -119,7 +119,7 @@ class ModelPart:
 
     @classmethod
     def of(cls, fqn: str, parameter: DTensor, mesh: DeviceMesh) -> "ModelPart":
-        """Return that of a parameter which ``data_parallel`` is to shard over ``mesh``, too.
+        """Return the part that the model made of a parameter, which ``mesh`` is to shard further.
 
         Raises:
             ValueError: it cannot be sharded over that mesh.
@@ -161,7 +161,7 @@ class _Access:
     Attributes:
         op: the reduction, "avg" or "sum".
         divide_by: a factor by which the gradient is divided.
-        first: divide before the reduction, else behind it.
+        first: divide by ``divide_by`` before the reduction, as DDP does, not after it.
         model: of a DTensor, how the model has sharded it.
     """
 
@@ -178,8 +178,9 @@ _describing: ContextVar[bool] = ContextVar("describing", default=False)
 _gathers: ContextVar[dict[int, torch.Tensor] | None] = ContextVar("gathers", default=None)
 _accumulating: ContextVar[bool] = ContextVar("accumulating", default=False)
 _for_dynamo: list[dict[int, torch.Tensor]] = []
-"""The same as ``_gathers`` for Dynamo, which reads no context variables and runs in one thread: a
-cache for each open ``reusing_gathers``, the innermost last.
+"""The caches of all open ``reusing_gathers``, the innermost last.
+
+Dynamo takes the last one in place of ``_gathers``, since it cannot read context variables.
 """
 
 
@@ -205,8 +206,9 @@ def _set(variable: ContextVar[Any], value: object) -> Iterator[None]:
 
 
 def accumulating_gradients() -> AbstractContextManager[None]:
-    """Cast gradients before they are reduced inside, as FSDP2 adds microbatches, and mark the nodes
-    that reduce.
+    """Inside, cast each gradient to the reduce dtype first, and mark the nodes that then reduce it.
+
+    FSDP2 casts the gradient of each microbatch, adds them, and reduces the sum.
     """
     return _set(_accumulating, True)
 

@@ -1,15 +1,16 @@
 """Rings: the order in which the ranks of a channel send to each other, and sums around them.
 
-An *order* is a tensor of the ranks that add, hop after hop, for every place of a ring. A *payload*
-is what one rank gets from a reduce-scatter, or the whole tensor of an all-reduce. A *stretch* is a
-part of a payload that goes around one ring. Its sum starts at the rank behind one *place* of the
-ring and ends at that place. In a reduce-scatter the place is the rank that gets the shard; in an
-all-reduce the stretch names it.
+- A *payload* is what one rank gets from a reduce-scatter, or the whole tensor of an all-reduce.
+- A *stretch* is a part of a payload that goes around one ring.
+- Its *place* is the index in the ring at which its sum ends. The sum starts at place + 1 and goes
+  around once. In a reduce-scatter the place is that of the rank which gets the shard; in an
+  all-reduce the stretch has its own.
+- An *order* is a tensor of ranks, ``[channel, hop, place]``: who adds at each hop of a sum.
 
-*Units* are stretches with one order and one length. One hop of many units is one gather of rows and
-one addition. Invariant: a partial sum is rounded to the accumulator's dtype after every hop, as if
-one rank after the other had added. Cost: as many gathers and additions as ranks, in blocks that
-stay in the cache, so every input byte is read from memory once.
+Stretches of one length are summed together: a hop of them all is one gather of rows and one
+addition. Invariant: a partial sum is rounded to the accumulator's dtype after every hop, as if one
+rank after the other had added. Cost: as many gathers and additions as ranks, in blocks that stay in
+the cache, so every input byte is read from memory once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -95,8 +96,8 @@ def ring_orders(rings: Rings, behind: str) -> Tensor:
     """Return ``[channel, hop, place]``: the rank that adds at each hop of each sum.
 
     Args:
-        behind: where a sum starts: behind each "place" of the ring or behind each "rank", where it
-            ends; or with the "first" rank of the ring for all places.
+        behind: where sum i starts. "place": at place i + 1, so that it ends at place i. "rank": at
+            the place after that of rank i, so that it ends at rank i. "first": at place 0.
 
     >>> for behind in ("place", "rank", "first"):
     ...     ring_orders(((0, 2, 1),), behind)[0].tolist()
@@ -206,9 +207,10 @@ def split_into_chunks(part: Stretch, length: int) -> list[Stretch]:
 
 
 def cells_of_channel(count: int, itemsize: int, channels: int, traffic_per_byte: int) -> int:
-    """Return the elements of a channel's part in whole cells; a small payload takes few channels.
+    """Return how many elements each channel gets, rounded up to whole cells.
 
-    NCCL plans a collective in this way if it has a launch to itself (enqueue.cc:573-709).
+    So a small payload takes fewer channels. NCCL plans a collective in this way if it has a launch
+    to itself (enqueue.cc:573-709).
 
     Args:
         traffic_per_byte: how often a byte of the payload is sent.
@@ -252,7 +254,8 @@ def ring_sum(
         accumulator: dtype of the partial sums.
         average: how "avg" divides: it multiplies inputs by 1 / ranks in the dtype of the wire
             ("premultiply"), or divides the sum ("divide").
-        payloads: number of payloads that ``elements`` are; each has its own place.
+        payloads: how many payloads ``elements`` are. If several, payload i ends at index i of the
+            orders, whatever places the stretches have.
     """
     ranks, elements = inputs.shape
     flat = inputs.contiguous().view(-1)
@@ -260,11 +263,13 @@ def ring_sum(
     if op == "avg" and average == "premultiply":
         factor = torch.tensor(1.0 / ranks, dtype=inputs.dtype)
     out = inputs.new_empty(elements)
-    for length, *units in _units(stretches, payloads, elements // payloads, flat.itemsize):
+    for length, *columns in _stretches_by_length(
+        stretches, payloads, elements // payloads, flat.itemsize
+    ):
         # Row i of this view begins at element i, so one index_select reads stretches anywhere.
         rows = flat.as_strided((flat.numel() - length + 1, length), (1, 1))
         block = max(1, BLOCK_BYTES // (length * flat.itemsize))
-        blocks = zip(*(column.split(block) for column in units), strict=True)
+        blocks = zip(*(column.split(block) for column in columns), strict=True)
         for channel, place, offset in blocks:
             sources = (orders[channel, :, place].t() * elements + offset).contiguous()
             partial = None
@@ -287,18 +292,20 @@ def ring_sum(
     return out
 
 
-def _units(
+def _stretches_by_length(
     stretches: Sequence[Stretch], payloads: int, size: int, itemsize: int
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """Yield the length, channels, places and starts of all units of one length.
+    """Yield the length, channels, places and starts of all stretches of one length.
 
-    Of several ``payloads``, each of ``size`` elements, the number of a payload is its place.
+    Args:
+        payloads: how many there are. If several, their numbers are the places.
+        size: elements of each payload.
     """
     by_length: dict[int, list[tuple[int, int, int]]] = {}
     for part in stretches:
-        for unit in split_into_chunks(part, max(1, ROW_BYTES // itemsize)):
+        for row in split_into_chunks(part, max(1, ROW_BYTES // itemsize)):
             # A long stretch is cut into rows, and every row keeps the stretch's place.
-            by_length.setdefault(unit.length, []).append((part.channel, part.place, unit.start))
+            by_length.setdefault(row.length, []).append((part.channel, part.place, row.start))
     for length, rows in by_length.items():
         channel, place, start = torch.tensor(rows).t()
         payload = torch.arange(payloads).repeat_interleave(len(rows))

@@ -924,3 +924,30 @@ def test_inputs_of_a_body_are_its_last_operands():
     gm = fx.GraphModule({"body": fx.GraphModule({}, body)}, graph)
     launch, wait = _Reader(PAIRS, {}, [0, 1]).schedule(1, [gm])
     assert (launch.operations[0].ranks, wait) == ((0, 1), Wait(0))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (Collective([3, 1]), (Operation("neg.default", (1, 3)), "aten::neg (1, 3)")),
+        (Send(2), (Operation("send", (1, 2)), "messages of [1, 2] in aten")),
+        (Receive(0), (Operation("recv", (0, 1)), "messages of [0, 1] in aten")),
+        (Collective([2, 3]), "rank 1 is none of the ranks of its aten::neg: [2, 3]"),
+        ("x", "a communication is Send, Receive or Collective; not 'x'"),
+    ],
+)
+def test_an_operator_of_ones_own_is_what_the_caller_says(given, expected):
+    graph = fx.Graph()
+    node = graph.call_function(torch.ops.aten.neg.default, (graph.placeholder("x"),))
+    asked = []
+    reader = _Reader({}, {"aten::neg": lambda *both: asked.append(both) or given}, [1])
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+            reader._declared(node, 1)
+    else:
+        launch = reader._declared(node, 1)
+        operation, queue = expected
+        assert (launch.operations[0].ranks, launch.queue) == (operation.ranks, queue)
+        assert launch.where == "neg_default"
+    assert (asked, reader.used) == ([(node, 1)], {"aten::neg"})
+    assert _Reader({}, {}, [1])._declared(node, 1) is None

@@ -143,7 +143,7 @@ def test_a_minimal_part_fails_in_order_and_none_of_it_can_go(items, needed):
     assert all(each in rest for each in kept)  # in order
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 9])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 9])
 def test_extents_become_as_small_as_they_still_fail(size):
     """One, two, three, and then half: the first that fails is taken."""
     text = HEAD + "if I:\n  I[0]: f32[9, 9]\nif fwd:\n  with _:\n"
@@ -163,7 +163,7 @@ def test_extents_become_as_small_as_they_still_fail(size):
 
 
 def test_a_reduction_judges_each_text_once_and_keeps_the_kind():
-    kinds = {"b": "k", "c": "other", "dd": "unknown", "e": None, "f": "not proven", "cc": "other"}
+    kinds = {"b": "k", "cc": "other", "d": "unknown", "e": None, "f": "not proven", "ccc": "other"}
     judged, accepted = [], []
 
     def judge(text):
@@ -171,12 +171,30 @@ def test_a_reduction_judges_each_text_once_and_keeps_the_kind():
         return kinds[text] and Failure(kinds[text], f"words of {text}")
 
     reduction = Reduction("a", Failure("k", "first"), judge, accepted.append, print)
-    tried = [reduction._try_text(text) for text in ("dd", "cc", "c", "e", "f", "b", "b", "c")]
+    tried = [reduction._try_text(text) for text in ("d", "ccc", "cc", "e", "f", "b", "b", "cc")]
     assert tried == [False, False, False, False, False, True, False, False]
-    assert judged == ["dd", "cc", "c", "e", "f", "b"]
+    assert judged == ["d", "ccc", "cc", "e", "f", "b"]
     assert (reduction.text, reduction.failure.words, reduction.tried) == ("b", "words of b", 6)
     assert accepted == ["b"]
-    assert reduction.other == ("c", Failure("other", "words of c"))
+    assert reduction.other == ("cc", Failure("other", "words of cc"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fails_with", "tried"), [(8, 99, [2, 4]), (8, 4, [2, 4]), (16, 2, [2]), (2, 99, [])]
+)
+def test_ranks_are_halved_as_long_as_the_fewest_do_not_fail(monkeypatch, ranks, fails_with, tried):
+    """A number of ranks has to divide sizes, so it doubles."""
+    asked = []
+
+    def try_ranks(self, given, fewer):
+        asked.append(fewer)
+        return fewer == fails_with
+
+    monkeypatch.setattr(Reduction, "_reduce", lambda self: None)
+    monkeypatch.setattr(Reduction, "_try_ranks", try_ranks)
+    text = f"{HEAD}# world: fake {ranks}\n"
+    Reduction(text, Failure("k", "w"), print, print, print).run()
+    assert asked == tried
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from types import SimpleNamespace
 
 import hypothesis
 import hypothesis.strategies as st
@@ -16,7 +17,10 @@ from pytest_gtrainer.report.collected import Test as Collected
 from pytest_gtrainer.report.plugin import digests_by_step, junit_properties
 from pytest_gtrainer.report.repeats import calls_by_rank, find_operator, has_records
 from pytest_gtrainer.report.terminal import (
+    ConformanceTable,
+    SummaryPlugin,
     _find_idle,
+    _read_table,
     bounded,
     in_columns,
     net_table,
@@ -612,3 +616,135 @@ def test_properties_of_a_test_in_a_junit_file():
 
 def test_counts_of_outcomes_name_all():
     assert Counter(ORDER) == Counter(("failed", "error", "xpassed", "passed", "xfailed", "skipped"))
+
+
+def rules(**results):
+    return {rule: {"rule": rule, "result": result} for rule, result in results.items()}
+
+
+@pytest.mark.parametrize(
+    ("before", "lines"),
+    [
+        (None, []),
+        ({"p": rules(a="held", b="broken")}, ["no rule has another result than before"]),
+        ({"q": rules(a="held", b="broken")}, ["no rule has another result than before"]),
+        (
+            {"q": rules(a="error"), "p": rules(a="broken", b="held")},
+            ["a: was broken, is held", "b: was held, is broken"],
+        ),
+        ({"p": rules(a="held")}, ["b: was not judged, is broken"]),
+        ({}, ["a: was not judged, is held", "b: was not judged, is broken"]),
+        (
+            {"p": rules(a="held", b="broken", c="held", d="error")},
+            ["in the table before and not in this run: c (held), d (error)"],
+        ),
+    ],
+)
+def test_results_of_rules_are_compared_with_a_table_before(before, lines):
+    table = SimpleNamespace(_before=before)
+    assert ConformanceTable._changes(table, "p", rules(a="held", b="broken")) == lines
+
+
+VAIN = (
+    "no rule could have failed: p finds nothing to do in these graphs. Choose other rules, say "
+    "which kind of pass it is (--gt-kind), or test it by pass files, on graphs of your own"
+)
+UNCLAIMED = "no rule was judged: p claims none of the rules that were chosen. Choose others"
+
+
+@pytest.mark.parametrize(
+    ("results", "is_asked", "words"),
+    [
+        ({"held"}, True, None),
+        ({"held", "proves nothing"}, True, None),
+        ({"broken", "not claimed"}, True, None),
+        ({"error"}, True, None),
+        ({"proves nothing"}, True, VAIN),
+        ({"proves nothing"}, False, VAIN),
+        ({"proves nothing", "not claimed"}, True, VAIN),
+        ({"proves nothing", "held beside the graph"}, True, VAIN),
+        ({"held beside the graph"}, True, None),
+        ({"not claimed"}, True, UNCLAIMED),
+        ({"not claimed"}, False, None),
+    ],
+)
+def test_a_pass_of_which_no_rule_was_judged_is_said(results, is_asked, words):
+    table = SimpleNamespace(
+        _results={"p": results}, _names_a_pass=is_asked, _asked=[], _tests_ran=True, _rows={"p": {}}
+    )
+    assert ConformanceTable._nothing_judged(table) == ([words] if words else [])
+
+
+@pytest.mark.parametrize(
+    ("asked", "named", "ran", "rows", "shown"),
+    [
+        (["--gt-pass", "--gt-kind"], True, True, {}, "--gt-pass and --gt-kind"),
+        ([], True, True, {}, "gt_pass"),
+        (["--gt-conformance"], False, True, {}, "--gt-conformance"),
+        ([], False, True, {}, None),
+        (["--gt-pass"], True, False, {}, None),
+        (["--gt-pass"], True, True, {"p": {}}, None),
+    ],
+)
+def test_options_without_a_test_of_conformance_are_said(asked, named, ran, rows, shown):
+    table = SimpleNamespace(
+        _results={}, _names_a_pass=named, _asked=asked, _tests_ran=ran, _rows=rows
+    )
+    words = (
+        f"no rule was judged for {shown}: no test of conformance has run. Choose some by --pyargs "
+        "pytest_gtrainer.conformance; -rs says why those that were chosen are skipped"
+    )
+    assert ConformanceTable._nothing_judged(table) == ([words] if shown else [])
+
+
+def test_the_worst_result_of_a_rule_counts_and_one_that_holds_beside_the_graph_alone_does_not():
+    table = SimpleNamespace(_rows={}, _results={}, _tests_ran=False)
+
+    def judged(rule, result, outcome="passed"):
+        found = [{"kind": "conformance", "rule": rule, "pass": "p", "result": result}]
+        ConformanceTable.pytest_runtest_logreport(table, report(outcome=outcome, found=found))
+
+    for result in ("held", "error", "broken", "not claimed", "proves nothing"):
+        judged("a", result)
+    judged("state", "held")
+    judged("state", "proves nothing", outcome="skipped")
+    assert {rule: row["result"] for rule, row in table._rows["p"].items()} == {
+        "a": "error",
+        "state": "proves nothing",
+    }
+    assert table._results == {
+        "p": {"held", "error", "broken", "held beside the graph", "proves nothing"}
+    }
+    assert table._tests_ran
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"p": {"a": {}}}', '{"p": {"a": {"result": "x"}}}'])
+def test_what_is_no_table_of_conformance_is_one_sentence(tmp_path, content):
+    path = tmp_path / "t.json"
+    path.write_text('{"p": {"a": {"result": "held"}}}')
+    assert _read_table("t", path) == {"p": {"a": {"result": "held"}}}
+    path.write_text(content)
+    with pytest.raises(pytest.UsageError) as caught:
+        _read_table("a/t.json", path)
+    begin = "--gt-conformance-against=a/t.json: this is no table that --gt-conformance wrote ("
+    assert str(caught.value).startswith(begin)
+
+
+@pytest.mark.parametrize(("second", "is_shown"), [({}, False), ({"ranks": 4}, True)])
+def test_nets_of_a_test_are_a_table_if_there_are_several(second, is_shown):
+    names = ("ranks", "nodes", "channels", "algorithm", "partition", "accumulate", "result")
+    net = {"kind": "net", **dict.fromkeys(names, 1)}
+    plugin = SummaryPlugin(None)
+    for number, more in enumerate(({}, second)):
+        made = report(found=[{**net, **more}, {"kind": "pass"}])
+        made.nodeid = f"a.py::test[{number}]"
+        plugin.pytest_runtest_logreport(made)
+    assert [fact["kind"] for fact in plugin.facts] == ["net", "net"]
+    plugin.lines = list
+    written = []
+    reporter = SimpleNamespace(
+        write_sep=lambda sign, title: written.append(title), write_line=written.append
+    )
+    plugin.pytest_terminal_summary(reporter)
+    assert written[:1] == ["nets of a.py::test"] * is_shown
+    assert len(written) == 4 * is_shown

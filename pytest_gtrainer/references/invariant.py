@@ -98,8 +98,8 @@ def assert_invariant(
     batches of that size, as they come and in another order, so each row has other company and
     another place. The last batch is filled up with the first rows. Results are compared with those
     of the first sizes. That run is repeated first: a function that does not repeat itself is
-    refused. So is what could not fail: rows that are all equal, results that are equal for all
-    rows or not finite, a mesh on which nothing communicates.
+    refused. So is what could not fail: batches of rows that are all equal, results that are equal
+    for all rows or not finite, a mesh, or one of its dimensions, along which no tensor is sent.
 
     Args:
         fn: takes a batch, in the structure of ``rows``, and returns tensors with as many rows: a
@@ -127,17 +127,22 @@ def assert_invariant(
     runs = _Runs(fn, rows, over)
     first, *others = runs.settings()
     results = runs.results([first, first, *others])
-    reference = results.pop(0)[0]
+    reference = results.pop(0)[0][0]
     _refuse_what_cannot_fail(runs, reference)
 
     for setting, of_ranks in zip([first, *others], results, strict=True):
-        for rank, result in enumerate(of_ranks):
+        for rank, again, result in _each_result(of_ranks):
             verdict = compare(result, reference)
             if verdict.outcome == "equal":
                 continue
             facts.emit("verdict", outcome=verdict.label, tensors=verdict.compared, what=what)
             lines = [f"{what or 'a row'} depends on {runs.spell(setting, first, rank)}"]
-            if setting == first and rank == 0:
+            if again:
+                lines = [
+                    f"{what or 'a row'} that fills up the last batch depends on "
+                    f"{runs.spell(setting, first, rank)}"
+                ]
+            elif setting == first and rank == 0:
                 lines = [
                     f"{what or 'the function'} does not repeat itself, with the same batch: "
                     "assert_run_to_run finds out on what it depends"
@@ -147,10 +152,19 @@ def assert_invariant(
                 lines += runs.culprit(setting, first, rank, row)
             raise BitwiseDifference("\n".join([*lines, str(verdict)]), verdict)
 
-    verdict = compare(results[-1][-1], reference)
+    verdict = compare(results[-1][-1][0], reference)
     facts.emit("verdict", outcome=verdict.label, tensors=verdict.compared, what=what)
     spelled = [runs.spell(setting) for setting in (first, *others)]
     return Invariance(tuple(spelled), runs.count, verdict.not_finite)
+
+
+def _each_result(
+    of_ranks: Sequence[Sequence[Results]],
+) -> Iterable[tuple[int, bool, Results]]:
+    """Yield rank, whether rows have their second place, and results."""
+    for rank, places in enumerate(of_ranks):
+        for place, result in enumerate(places):
+            yield rank, place > 0, result
 
 
 class _Runs:
@@ -178,6 +192,7 @@ class _Runs:
             )
         self.is_by_batch = BATCH in over
         self.names, self.meshes = tuple(sizes), list(product(*sizes.values()))
+        self._varied = [name for name, given in sizes.items() if len(given) > 1]
         self.is_on_ranks = dist.is_initialized() and dist.get_backend() != "fake"
         if self.names and self.is_on_ranks:
             for mesh in self.meshes:
@@ -218,9 +233,9 @@ class _Runs:
             return f"{', '.join(words)}; compared with {self.spell(first)}"
         return ", ".join(words)
 
-    def results(self, settings: Sequence[Setting]) -> list[list[Results]]:
-        """Return the results of all rows, by setting and rank."""
-        by_mesh: dict[tuple[int, ...], list[list[Results]]] = {}
+    def results(self, settings: Sequence[Setting]) -> list[list[list[Results]]]:
+        """Return the results of all rows, by setting and rank; see ``_all_rows``."""
+        by_mesh: dict[tuple[int, ...], list[list[list[Results]]]] = {}
         for mesh in self.meshes:
             of_mesh = [setting for setting in settings if setting.mesh == mesh]
             by_mesh[mesh] = self._on_mesh(
@@ -236,12 +251,12 @@ class _Runs:
         if not self.names:
             return [run(None)]
 
-        def on_rank(rank: int) -> tuple[Any, bool]:
+        def on_rank(rank: int) -> tuple[Any, bool | set[int]]:
             mesh = self._mesh(sizes)
             result = run(mesh)
             if not self.is_on_ranks:
                 world: Any = dist.group.WORLD  # a ThreadGroup
-                return result, world.has_communicated
+                return result, world.partners
             # In a run of its own: under a mode, compiled code would be another program.
             with kept_calls(outputs=False) as calls:
                 self._call(list(range(self.batches[0])), mesh)
@@ -252,12 +267,33 @@ class _Runs:
             of_ranks = gather_objects(on_rank(dist.get_rank()))
         else:
             of_ranks = run_threads(size, on_rank, net=NetModel.of_world(size))
-        if size > 1 and not any(has_communicated for _, has_communicated in of_ranks):
+        asked = [name for name in self._varied if sizes[self.names.index(name)] > 1]
+        is_asked = bool(asked) or (size > 1 and not self._varied)
+        if is_asked and not any(partners for _, partners in of_ranks):
             raise VacuousCheck(
                 f"on a mesh of {size} ranks no rank came to a collective: the function does not "
                 "use the mesh that it is given"
             )
+        if not self.is_on_ranks:
+            for name in asked:
+                self._refuse_unused(name, sizes, [partners for _, partners in of_ranks])
         return [result for result, _ in of_ranks]
+
+    def _refuse_unused(
+        self, name: str, sizes: tuple[int, ...], partners: Sequence[set[int]]
+    ) -> None:
+        """Refuse a dimension along which no rank exchanges a tensor."""
+        place = self.names.index(name)
+        # Ranks lie in the mesh by rows.
+        behind = math.prod(sizes[place + 1 :])
+        for rank, others in enumerate(partners):
+            own = rank // behind % sizes[place]
+            if any(other // behind % sizes[place] != own for other in others):
+                return
+        raise VacuousCheck(
+            f"no rank came to a collective along {name!r}, of {sizes[place]} ranks: the function "
+            "does not use this dimension of the mesh"
+        )
 
     def _mesh(self, sizes: tuple[int, ...]) -> DeviceMesh:
         device = "cpu"
@@ -270,19 +306,25 @@ class _Runs:
         names = ("replica", *self.names)
         return init_device_mesh(device, (replicas, *sizes), mesh_dim_names=names)[self.names]
 
-    def _all_rows(self, setting: Setting, mesh: DeviceMesh | None) -> Results:
-        found: dict[str, dict[int, Tensor]] = {}
+    def _all_rows(self, setting: Setting, mesh: DeviceMesh | None) -> list[Results]:
+        """Return the results of all rows, and again with the second place of those that fill up."""
+        first: dict[str, dict[int, Tensor]] = {}
+        last: dict[str, dict[int, Tensor]] = {}
         for batch in setting.batches(self.count):
             for name, tensor in self._call(batch, mesh).items():
-                of_row = found.setdefault(name, {})
                 for place, row in enumerate(batch):
-                    of_row.setdefault(row, tensor[place])
-        results = {}
-        for name, of_row in found.items():
-            if len(of_row) != self.count:
-                raise ValueError(f"{name or 'the result'} is not returned for every batch")
-            # Contiguous and on the host, so that results of ranks can be exchanged and compared.
-            results[name] = torch.stack([of_row[row] for row in range(self.count)]).cpu()
+                    first.setdefault(name, {}).setdefault(row, tensor[place])
+                    last.setdefault(name, {})[row] = tensor[place]
+        is_filled = self.count % setting.batch != 0
+        results = []
+        for found in (first, last) if is_filled else (first,):
+            stacked = {}
+            for name, of_row in found.items():
+                if len(of_row) != self.count:
+                    raise ValueError(f"{name or 'the result'} is not returned for every batch")
+                # Contiguous and on the host, so that ranks can exchange and compare results.
+                stacked[name] = torch.stack([of_row[row] for row in range(self.count)]).cpu()
+            results.append(stacked)
         return results
 
     def _call(self, batch: list[int], mesh: DeviceMesh | None) -> Results:
@@ -371,10 +413,10 @@ def _refuse_what_cannot_fail(runs: _Runs, reference: Results) -> None:
                 f"{name or 'the result'} has no finite element, so its bits are equal whatever "
                 "computes them: take rows whose results are finite"
             )
-    if not runs.is_by_batch:
-        return
     tensors = [leaf for leaf in pytree.tree_leaves(runs.rows) if isinstance(leaf, Tensor)]
     if not _has_other_rows(tensors):
+        if not runs.is_by_batch:
+            return  # other sums of ranks show in equal rows, too
         raise VacuousCheck("all rows are equal, so a row has no other company: take other rows")
     if not _has_other_rows(reference.values()):
         raise VacuousCheck(

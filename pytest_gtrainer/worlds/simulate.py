@@ -159,7 +159,7 @@ def simulate_eager(
         own = inputs[rank]
         world: Any = dist.group.WORLD  # a ThreadGroup, which the function may destroy
         result = function(**own) if isinstance(own, Mapping) else function(*own)
-        return _named(result, outputs), world.has_communicated
+        return _named(result, outputs), bool(world.partners)
 
     results, communicated = zip(*run_threads(net.size, call, net=net, timeout=timeout), strict=True)
     if not any(communicated):

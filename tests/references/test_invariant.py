@@ -231,11 +231,80 @@ def test_a_mesh_that_is_not_used_and_ranks_that_differ():
         assert_invariant(lambda x, mesh: product(x), ROWS, {"tp": [1, 2]})
 
     def own(x, mesh):
-        dist.barrier()
+        dist.all_reduce(torch.ones(1))
         return product(x) + mesh.get_rank()
 
     with pytest.raises(BitwiseDifference, match="a row depends on the rank: on rank 1; compared"):
         assert_invariant(own, ROWS, {"tp": [2, 4]})
+
+
+def reduced_in(group_of):
+    def reduced(x, mesh):
+        dist.all_reduce(torch.ones(1), group=group_of(mesh))
+        return product(x)
+
+    return reduced
+
+
+def barrier(x, mesh):
+    dist.barrier()
+    return product(x)
+
+
+def of_one_rank(mesh):
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return groups[dist.get_rank()]
+
+
+TP = reduced_in(lambda mesh: mesh["tp"].get_group())
+
+
+@pytest.mark.parametrize(
+    ("function", "over", "says"),
+    [
+        (reduced_in(of_one_rank), {"tp": [1, 2]}, "on a mesh of 2 ranks no rank came to a"),
+        (barrier, {"tp": [1, 2]}, "on a mesh of 2 ranks no rank came to a collective"),
+        (TP, {"tp": [1], "dp": [1, 2]}, "on a mesh of 2 ranks no rank came to a collective"),
+        (TP, {"tp": [2], "dp": [1, 2]}, "no rank came to a collective along 'dp', of 2 ranks"),
+        (TP, {"dp": [1, 2], "tp": [2]}, "no rank came to a collective along 'dp', of 2 ranks"),
+        (TP, {"dp": [1, 3], "tp": [1, 2]}, "no rank came to a collective"),
+    ],
+)
+def test_a_dimension_along_which_no_tensor_is_sent_is_refused(function, over, says):
+    with pytest.raises(VacuousCheck, match=says):
+        assert_invariant(function, ROWS, over)
+
+
+def test_a_dimension_of_one_size_may_stay_unused():
+    assert_invariant(TP, ROWS, {"dp": [2], "tp": [1, 2]})
+
+
+@pytest.mark.parametrize("batch", [3, 5])
+def test_rows_that_fill_up_the_last_batch_are_compared_there_too(batch):
+    """A function that knows which rows it has had already, as a cache does."""
+    seen = set()
+
+    def wrong_again(x):
+        rows = [tuple(row.tolist()) for row in x]
+        known = torch.tensor([row in seen for row in rows])
+        seen.update(rows)
+        if len(seen) == len(ROWS):
+            seen.clear()
+            return product(x) + known[:, None]
+        return product(x)
+
+    says = f"a row that fills up the last batch depends on batch={batch}; compared with batch=1"
+    with pytest.raises(BitwiseDifference, match=says):
+        assert_invariant(wrong_again, ROWS, {"batch": [1, batch]})
+
+
+def test_results_that_hold_nothing_of_a_row_are_refused_on_a_mesh_too():
+    def constant(x, mesh):
+        dist.all_reduce(torch.ones(1))
+        return torch.ones(len(x), 2)
+
+    with pytest.raises(VacuousCheck, match="the results of all rows are equal"):
+        assert_invariant(constant, ROWS, {"tp": [1, 2]})
 
 
 @pytest.mark.second_tier

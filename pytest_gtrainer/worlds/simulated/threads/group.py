@@ -158,11 +158,14 @@ class MeetingPlace:
         self.wanted: defaultdict[Route, deque[Message]] = defaultdict(deque)
         self.arrivals = dict.fromkeys(ranks, 0)
         self.open: dict[int, Meeting] = {}  # by their numbers
+        self.gave: set[int] = set()  # the ranks that gave or wanted a tensor, as in no barrier
 
     def arrive(self, rank: int, call: Issued) -> Meeting:
         """Add the call of a rank to its next meeting."""
         number = self.arrivals[rank]
         self.arrivals[rank] += 1
+        if call.outputs or call.given.inputs:
+            self.gave.add(rank)
         meeting = self.open.setdefault(number, Meeting(self, number))
         meeting.calls[rank] = call
         if meeting.is_complete:
@@ -198,15 +201,16 @@ class SharedGroups:
             meeting_place.arrivals.get(rank, 0) for meeting_place in self._meeting_places.values()
         )
 
-    def has_communicated(self, rank: int) -> bool:
-        """Return whether a rank has issued a collective or a message, in destroyed groups, too."""
-        if self.issued_by(rank):
-            return True
+    def partners_of(self, rank: int) -> set[int]:
+        """Return the ranks with which a rank has exchanged tensors, in destroyed groups, too."""
+        found: set[int] = set()
         for meeting_place in self._meeting_places.values():
+            if rank in meeting_place.gave:
+                found.update(meeting_place.ranks)
             for source, destination, _ in (*meeting_place.sent, *meeting_place.wanted):
                 if rank in (source, destination):
-                    return True
-        return False
+                    found |= {source, destination}
+        return found - {rank}
 
     def unmatched(self) -> str:
         """Return what a rank began and no other rank took part in, at the end of a run; or ""."""
@@ -281,9 +285,9 @@ class ThreadGroup(dist.ProcessGroup):
         return self._shared.issued_by(self._global_rank)
 
     @property
-    def has_communicated(self) -> bool:
-        """True if this rank has issued a collective or a message in any group."""
-        return self._shared.has_communicated(self._global_rank)
+    def partners(self) -> set[int]:
+        """The other ranks with which this one has exchanged tensors, in any group."""
+        return self._shared.partners_of(self._global_rank)
 
     def _issue(
         self,

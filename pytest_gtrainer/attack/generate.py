@@ -451,7 +451,7 @@ class _Maker:
         self._begin(launch)
 
     def _reduce_gradient(self) -> None:
-        """Reduce a value among replicas, then scatter it, as hybrid sharding does; it is a result."""
+        """Add a result: a value reduced among replicas, then scattered, as in hybrid sharding."""
         node, (replicas, _), (shards, size) = self._any(), *self.dice.choices(self.groups, k=2)
         shape = node.meta["val"].shape
         if not shape or shape[0] % size:

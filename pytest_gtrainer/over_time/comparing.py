@@ -371,15 +371,16 @@ class _Comparing:
         if self.unseeded:
             names = spell_some(sorted(self.unseeded))
             self.result.notes.append(
-                f"random states that differ from the start, as they do unless both seed them: {names}"
+                "random states that differ from the start, as they do unless both seed them: "
+                f"{names}"
             )
         if self.implementations:
             names = spell_some(sorted(self.implementations))
             self.result.notes.append(f"options of an implementation that differ: {names}")
         if self.without_number:
             self.result.notes.append(
-                f"the loss of step {self.without_number[0]} is not finite: NaN equals NaN, whatever "
-                "made it, so equal values prove little from there on"
+                f"the loss of step {self.without_number[0]} is not finite: NaN equals NaN, "
+                "whatever made it, so equal values prove little from there on"
             )
         for reason, skipped in self.skipped.items():
             names = spell_some(sorted(skipped))

@@ -173,7 +173,7 @@ def _attributes(owner: Any) -> list[str]:
 
 
 def _generator_access(value: Any) -> tuple[Callable[[Any], Any], Callable[..., Any]] | None:
-    """Return functions that read and write the state of a generator of random numbers; else None."""
+    """Return functions that read and write the state of a random generator; else None."""
     if isinstance(value, torch.Generator):
         return torch.Generator.get_state, torch.Generator.set_state
     if type(value) is random.Random:

@@ -158,8 +158,8 @@ class Call:
         # ``_softmax_backward_data`` is the backward of ``_softmax``.
         forward = self.name.replace("_backward_data", "").replace("_backward", "")
         self.is_backward = forward != self.name and forward in _RULES.keys() | _WITH_BACKWARD
-        # The backward of a softmax works along the same dimension. That of a slice, which picks rows
-        # by their numbers, only puts rows of the gradient back.
+        # The backward of a softmax works along the same dimension. That of a slice, which picks
+        # rows by their numbers, only puts rows of the gradient back.
         self.rule = _RULES.get(self.name, _ALONG.get(forward))
 
     def rows(self) -> list[tuple[Operand, Rows]]:

@@ -8,6 +8,7 @@ and add in the order of one net:
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
@@ -230,6 +231,10 @@ def _named(result: Any, names: Sequence[str] | None) -> dict[str, Any]:
             f"{len(names)} names of outputs for {len(leaves)} results: {', '.join(names)}"
         )
 
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f"{', '.join(twice)} names more than one result: give each one a name")
+
     named = {}
     for name, (_, leaf) in zip(names, leaves, strict=True):
         if isinstance(leaf, int | float | torch.Tensor):
@@ -251,6 +256,15 @@ def _groups_of(
                 f"groups[{name!r}] is {partition}: "
                 f"every rank of 0..{size - 1} belongs to one group of it"
             )
+
+    called = {group_of(node) for node in collectives}
+    idle = sorted(given.keys() - called)
+    if idle:
+        # Else a name that is misspelt would leave the ranks to the groups of this process.
+        raise ValueError(
+            f"no collective of the graph is in {', '.join(map(repr, idle))} of groups=; its groups "
+            f"are {', '.join(sorted(map(repr, called)))}"
+        )
 
     live, known = set(), {"0": [range(size)], **given}
     if is_here:

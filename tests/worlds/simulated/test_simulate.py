@@ -252,6 +252,25 @@ REFUSED = {
         VacuousCheck,
         "has no coll",
     ),
+    "a name twice": (
+        lambda gm: simulate_eager(
+            lambda *given: (given[0], given[1]), inputs_of, 4, outputs=["a", "a"]
+        ),
+        ValueError,
+        "^a names more than one result",
+    ),
+    "a key twice": (
+        lambda gm: simulate_eager(
+            lambda *given: {"a": {"b": given[0]}, "a.b": given[1]}, inputs_of, 4
+        ),
+        ValueError,
+        "^a.b names more than one result",
+    ),
+    "a group": (
+        lambda gm: simulate_graph(gm, inputs_of, 4, groups={**ALL, "tpp": [range(4)]}),
+        ValueError,
+        "no collective of the graph is in 'tpp' of groups=; its groups are 'tp'",
+    ),
     "too few": (
         lambda gm: simulate_graph(gm, [X, X], 4, groups=ALL),
         ValueError,

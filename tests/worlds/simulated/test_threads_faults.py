@@ -602,6 +602,37 @@ def test_what_a_rank_begins_alone_and_does_not_wait_for(function, complaint):
     assert failure_of(CollectiveMismatch, function) == complaint
 
 
+@pytest.mark.parametrize("absent", [0, 3])
+@pytest.mark.parametrize("member", [0, 3])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_group_that_some_ranks_do_not_make(absent, member, times):
+    """A real rank waits in new_group for all others, also for those that are not in the group."""
+
+    def makes(rank):
+        for turn in range(times):
+            if rank != absent or turn + 1 < times:
+                dist.new_group([member, 1])
+        dist.barrier()
+
+    complaint = failure_of(CollectiveMismatch, makes)
+    assert complaint.startswith("every rank has to call new_group, or to make a mesh, for groups")
+    counts = [
+        f"rank {absent}: {times - 1}",
+        f"ranks {(absent + 1) % 4}-{(absent + 3) % 4}: {times}",
+    ]
+    for count in counts:
+        assert count in complaint
+
+
+def test_a_group_that_its_members_make_alone():
+    def makes(rank):
+        if rank in (1, 3):
+            group = dist.new_group([1, 3], use_local_synchronization=True)
+            dist.all_reduce(torch.ones(2), group=group)
+
+    run_threads(4, makes, net=NET)
+
+
 def test_what_ranks_begin_together_need_not_be_waited_for():
     def together(rank):
         dist.all_reduce(torch.ones(2), async_op=True)

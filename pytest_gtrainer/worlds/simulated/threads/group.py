@@ -183,6 +183,13 @@ class SharedGroups:
     def __init__(self, team: ThreadTeam, net: Net, under: Under) -> None:
         self.team, self._net, self.under = team, net, under
         self._meeting_places: dict[tuple[str, tuple[int, ...]], MeetingPlace] = {}
+        self._made = dict.fromkeys(range(team.size), 0)
+
+    def note_group(self, rank: int, name: str) -> None:
+        """Note that a rank makes a group, which it may not be in."""
+        # A group that its members alone make has a digest in its name, others have a number.
+        if name.isdigit():
+            self._made[rank] += 1
 
     def meeting_place(self, name: str, ranks: tuple[int, ...]) -> MeetingPlace:
         """Return the meeting place of the group of this name and these global ranks."""
@@ -214,6 +221,13 @@ class SharedGroups:
 
     def unmatched(self) -> str:
         """Return what a rank began and no other rank took part in, at the end of a run; or ""."""
+        made = ranks_by((rank, str(count)) for rank, count in self._made.items())
+        if len(made) > 1:
+            counts = "; ".join(f"{ranks_text(ranks)}: {count}" for count, ranks in made.items())
+            return (
+                "every rank has to call new_group, or to make a mesh, for groups that it is not "
+                f"in, too, and real ranks wait for it; groups made by {counts}"
+            )
         for meeting_place in self._meeting_places.values():
             for meeting in meeting_place.open.values():
                 called = f"{ranks_text(meeting.calls)} called {meeting.text}"
@@ -508,6 +522,7 @@ class ThreadGroup(dist.ProcessGroup):
         group_desc: str = "",
     ) -> ThreadGroup | None:
         """Return the subgroup of these global ranks; None for a rank that is not in it."""
+        self._shared.note_group(self._global_rank, group_name)
         if self._global_rank not in ranks:
             return None
         return ThreadGroup(self._shared, self._global_rank, group_name, ranks)

@@ -514,3 +514,108 @@ def test_progress_is_said_every_two_seconds(monkeypatch):
     for line in "abcde":
         command._Reduce._progress(run, line)
     assert said == ["b", "e"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "error", "status", "notes"),
+    [
+        ((9, 5, {}, {}, []), None, 0, []),
+        ((9, 5, {}, {}, []), KeyboardInterrupt, 130, ["interrupted"]),
+        ((9, 5, {}, {}, ["x"]), None, 1, []),
+        ((9, 5, {}, {}, ["x"]), KeyboardInterrupt, 1, ["interrupted"]),
+        (
+            (9, 5, {"no": 3}, {"why": 2}, []),
+            None,
+            1,
+            ["not judged, 3 times: no", "not judged, 2 times: why", "too little is proven: of 9 g"],
+        ),
+        (
+            (20, 9, {"no": 3, "no!": 1}, {}, []),
+            None,
+            0,
+            ["not judged, 3 times: no", "not judged, 1 times: no!"],
+        ),
+    ],
+)
+def test_the_end_of_a_run_of_fuzz(
+    tmp_path, module, monkeypatch, capsys, counts, error, status, notes
+):
+    tried, changed, refused, unknown, found = counts
+    asked = []
+
+    def run(self, *how):
+        asked.append((self.name, self.at_least, self.ranks, self.folder, self.functional, *how))
+        self.tried, self.changed = tried, changed
+        self.refused, self.unknown = Counter(refused), Counter(unknown)
+        self.found = dict.fromkeys(found)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(Fuzzer, "run", run)
+    folder = tmp_path / "a" / "b"
+    given = numbers(
+        **{"command": "fuzz", "gt_pass": f"{module}:a_pass", "gt_model": None, "seed": 4},
+        **{"minutes": 0.5, "failures": 2, "at_least": "identical", "folder": folder},
+        functional=True,
+    )
+    assert command.run(given) == status
+    assert asked == [("a_pass", "identical", 0, folder, True, 4, 30.0, 60, 2)]
+    assert folder.is_dir()
+    said = [line.removeprefix("fuzz: ") for line in capsys.readouterr().err.splitlines()]
+    state = [line for line in said if line.startswith(f"{tried} graphs in ")]
+    assert len(state) == 1
+    rest = [line for line in said if line not in state]
+    assert len(rest) == len(notes)
+    for line, begin in zip(rest, notes, strict=True):
+        assert line.startswith(begin)
+
+
+def reduce_arguments(file, **changed):
+    given = {"command": "reduce", "file": file, "proof": None, "test": "true", "timeout": 9.0}
+    return argparse.Namespace(**{**given, "output": None, "at_least": "reordered", **changed})
+
+
+def test_what_is_reduced_is_known_by_file_and_question(tmp_path):
+    file = tmp_path / "g.fxgraph"
+    digests = set()
+    for text, changed in (
+        (GRAPH, {}),
+        (GRAPH.replace("24", "24 "), {}),
+        (GRAPH, {"test": "false"}),
+        (GRAPH, {"proof": "a:b", "test": None}),
+        (GRAPH, {"proof": "a:c", "test": None}),
+        (GRAPH, {"proof": "a:b", "test": None, "at_least": "identical"}),
+    ):
+        file.write_text(HEAD + text)
+        made = command._Reduce(reduce_arguments(file, **changed))
+        digests.add(made._digest)
+        assert made._output == tmp_path / "g.reduced.fxgraph"
+    assert len(digests) == 6
+
+
+def test_a_reduction_says_how_many_nodes_are_left_and_where(tmp_path, capsys):
+    file = tmp_path / "g.fxgraph"
+    file.write_text(HEAD + GRAPH)
+
+    def judge(text):
+        return Failure("kind", "words") if "aten.add" in text else Failure("kind2", "other")
+
+    assert command._Reduce(reduce_arguments(file))._reduce(judge) == 0
+    out, err = capsys.readouterr()
+    output = tmp_path / "g.reduced.fxgraph"
+    said = [line.removeprefix("reduce: ") for line in err.splitlines()]
+    assert said[-3:] == [
+        f"4 nodes are 1, in {output}",
+        "kind: words",
+        f"another graph fails otherwise, with kind2: it is in {tmp_path}/g.reduced.other.fxgraph",
+    ]
+    assert "aten.add" in out
+    assert "aten.view" not in out
+    assert output.read_text().startswith(HEAD + "# note: reduced from ")
+    assert command._Reduce(reduce_arguments(file))._reduce(lambda text: None) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"reduce: {file} does not fail, so there is nothing to reduce"
+    )
+    unknown = Failure("unknown", "nobody knows")
+    with pytest.raises(command.UsageError, match=r"g\.fxgraph cannot be judged: nobody knows$"):
+        command._Reduce(reduce_arguments(file))._reduce(lambda text: unknown)

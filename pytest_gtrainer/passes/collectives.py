@@ -66,6 +66,9 @@ def deduplicate_fsdp_unshard_chains_pass(
         elif kept is not member and not is_written(member.wait, after=member.launch):
             duplicates.append((member, kept))
     for member, kept in duplicates:
+        if member.wait < kept.wait:
+            # Both are launched before either wait, and the duplicate is waited for first.
+            member.wait.prepend(kept.wait)
         member.wait.replace_all_uses_with(kept.wait)
         for node in (member.wait, member.launch, *reversed(member.chain)):
             if not node.users:  # a cast may feed both all-gathers

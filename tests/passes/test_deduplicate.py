@@ -100,6 +100,20 @@ def test_a_gather_of_the_parameter_and_one_of_its_relu_stay():
     assert count(deduplicate_fsdp_unshard_chains_pass(graphtext.parse(text)), ALL_GATHER) == 2
 
 
+def test_a_duplicate_that_is_waited_for_first_keeps_the_order():
+    """A11: two gathers are in flight, and the second one is read before the first one."""
+    text = COMPUTED.replace("FIRST", "aten.alias(P.layers[0].w)")
+    text = text.replace("SECOND", "aten.alias(P.layers[0].w)")
+    wait = "    wait: f32[8, 4] = _c10d_functional.wait_tensor(gather)\n"
+    text = text.replace(wait, "").replace(
+        "if out:", f"    read: f32[8, 4] = aten.neg(wait_1)\n{wait}if out:"
+    )
+    gm = deduplicate_fsdp_unshard_chains_pass(graphtext.parse(text))
+    assert count(gm, ALL_GATHER) == 1
+    names = [node.name for node in gm.graph.nodes]
+    assert names.index("wait") < names.index("read")
+
+
 def test_nothing_is_left_of_the_duplicates_chain(twice):
     """Its cast goes with it."""
     casts = torch.ops.aten._to_copy.default

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from pytest_gtrainer import graphtext
 from pytest_gtrainer.__main__ import main
-from pytest_gtrainer.attack.oracles import Failure, by_command
+from pytest_gtrainer.attack.oracles import NOT_JUDGED, Failure, by_command, by_proof
 from pytest_gtrainer.attack.reduce import Reduction, minimize, spell
 from pytest_gtrainer.attack.sizes import resize
 from pytest_gtrainer.testing import run_pass_file
@@ -366,3 +366,23 @@ def test_weaker_kinds_are_written_in_one_line(graph):
     proof = f"{__name__}:merge_buffers_pass"
     assert reduce(graph, "--proof", proof, "--at-least", "rounds elsewhere") == 0
     graphtext.parse(graph.with_suffix(".reduced.fxgraph").read_text())
+
+
+EARLY = """
+fsdp = group(range(0, 2))
+if I:
+  I.x: f32[2, 4]
+if fwd:
+  with _:
+    gather: f32[4, 4] = _c10d_functional.all_gather_into_tensor(I.x, 2, fsdp)
+if out:
+  yield fwd._.gather
+"""
+
+
+@pytest.mark.gt_world("fake", size=2, mesh={"fsdp": 2})
+def test_a_graph_that_does_not_wait_is_no_failure_of_a_pass():
+    """Else a reduction of any RuntimeError would end at it, as the lint blames the pass."""
+    failure = by_proof(right_pass, "reordered")(EARLY)
+    assert failure.kind in NOT_JUDGED
+    assert failure.words == "output reads gather, which may not be there"

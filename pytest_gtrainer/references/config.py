@@ -602,8 +602,13 @@ def trained_state(
         if optimizer is not None:
             state = optimizer.state.get(parameter, {})
         for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                yield "optimizer", f"{name}.{key}", value
+            # L-BFGS keeps lists, and some optimisers count their steps in Python.
+            for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+                where = f"{name}.{key}{pytree.keystr(path)}"
+                if isinstance(leaf, torch.Tensor):
+                    yield "optimizer", where, leaf
+                elif isinstance(leaf, int | float):
+                    yield "optimizer", where, torch.tensor(leaf, dtype=torch.float64)
 
     for name, buffer in buffers:
         yield "buffer", name, buffer

@@ -465,6 +465,48 @@ def test_a_step_without_an_optimizer_records_weights():
         assert_runs_equal(side(1), side(2), control=side(3))
 
 
+class Counting(torch.optim.SGD):
+    """Keeps more than tensors, as L-BFGS does."""
+
+    def __init__(self, parameters, keep):
+        super().__init__(parameters, lr=0.1)
+        self.keep = keep
+
+    def step(self):
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state.setdefault("count", 0)
+            state.setdefault("old", []).append(torch.zeros(2))
+            state["of"] = {"mean": [0.5]}
+            self.keep(state)
+
+
+KEPT = {
+    "a number": lambda state: state.update(count=state["count"] + 1),
+    "the last tensor of a list": lambda state: state["old"][-1].add_(1),
+    "one tensor more": lambda state: state["old"].append(torch.zeros(2)),
+    "a number in a dict": lambda state: state["of"].update(mean=[0.25]),
+}
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_what_an_optimizer_keeps_beside_tensors_is_compared(kept):
+    def side(keep):
+        def train(run):
+            net = run.start(model())
+            optimizer = Counting(net.parameters(), keep)
+            net(batch(0)).square().mean().backward()
+            optimizer.step()
+            run.step(None, net, optimizer)
+
+        return train
+
+    plain, other = side(lambda state: None), side(KEPT[kept])
+    with pytest.raises(BitwiseDifference, match="optimizer"):
+        assert_runs_equal(other, plain, control=trainer(steps=1))
+
+
 def test_a_result_kept_in_inference_mode_is_refused():
     with torch.inference_mode():
         kept = torch.ones(3)

@@ -120,11 +120,15 @@ class _Maker:
     def _make_parameters(self) -> None:
         """Make shards of parameters of two layers; each is gathered over one group."""
         self.group_of = {}
+        # FSDP gathers its shards in one way, and nobody else reads them. Other graphs do as they like.
+        self.is_fsdp = self.dice.random() < 0.5
         for name in ("layers.0.weight", "layers.0.bias", "layers.1.weight"):
             shape = [self.dice.choice(self.sizes) for _ in range(self.dice.randint(1, 2))]
             node = self._input(name, torch.float32, shape, "parameter")
             self.group_of[node] = self.dice.choice(self.groups)
             self.parameters.append(node)
+            if self.is_fsdp:
+                self.floats.remove(node)
 
     def _take_part_of(self, model: fx.GraphModule, nodes: int) -> None:
         """Begin with so many successive nodes of a model's graph, which run on zeros."""
@@ -439,9 +443,9 @@ class _Maker:
         """Gather a parameter, which may be gathered already, as it is or in another dtype."""
         parameter = self.dice.choice(self.parameters)
         shard: fx.Node | None = parameter
-        if self.dice.random() < 0.3:
+        if not self.is_fsdp and self.dice.random() < 0.3:
             shard = self._call(aten._to_copy, shard, dtype=self.dice.choice(_DTYPES))
-        elif self.dice.random() < 0.3:
+        elif not self.is_fsdp and self.dice.random() < 0.3:
             shard = self._call(self.dice.choice(_UNARY), shard)
         group, size = self.group_of[parameter]
         launch = self._call(ALL_GATHER, shard, size, group)

@@ -14,7 +14,13 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from pytest_gtrainer import graphtext, prove
+from pytest_gtrainer import (
+    PlanError,
+    deduplicate_fsdp_unshard_chains_pass,
+    graphtext,
+    joint_transformer_block_bucketing_reordering_pass,
+    prove,
+)
 from pytest_gtrainer.__main__ import main
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer.attack.fuzz import Fuzzer, _shape
@@ -23,7 +29,7 @@ from pytest_gtrainer.attack.guarded import guarded
 from pytest_gtrainer.attack.models import graphs_of
 from pytest_gtrainer.attack.oracles import Failure, judge_graphs
 from pytest_gtrainer.attack.reduce import Reduction
-from pytest_gtrainer.graph.collectives import group_of, kind_of, launches
+from pytest_gtrainer.graph.collectives import fsdp_all_gathers, group_of, kind_of, launches
 from pytest_gtrainer.graph.nodes import mutates
 from pytest_gtrainer.proofs.inputs import draw_inputs
 from pytest_gtrainer.references.config import TrainConfig
@@ -256,6 +262,25 @@ def test_a_right_pass_is_not_blamed(tmp_path, capsys):
     assert fuzz("neg_pass", tmp_path, "--minutes", 0.2, "--nodes", 15) == 0
     assert not list(tmp_path.iterdir())
     assert "0 failures" in capsys.readouterr().err
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("fake", mesh={"dp": 2, "tp": 2})
+def test_half_of_the_graphs_gather_parameters_as_fsdp_does(gt_mesh):
+    """Passes that bucket refuse the others; those show a pass that takes relu(w) for w."""
+    plain, buckets = 0, 0
+    for seed in range(20):
+        gm = generate(seed, 40, ranks=4)
+        members = fsdp_all_gathers(gm)
+        if not any(member.chain for member in members):
+            plain += 1
+            gm = deduplicate_fsdp_unshard_chains_pass(gm)
+            plan = [*sorted({member.bucket_fqn for member in members}), ""]
+            with suppress(PlanError):  # a gather behind a write is another one
+                gm = joint_transformer_block_bucketing_reordering_pass(gm, bucket_plan=plan)
+                buckets += any("fsdp_bucket" in node.meta for node in gm.graph.nodes)
+    assert 5 <= plain <= 18
+    assert buckets >= 5
 
 
 def mean_of_pairs_pass(gm, inputs=None):

@@ -111,18 +111,22 @@ class FailedCheck(AssertionError):
 def check(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Make a function a check: an exception of any class that leaves it is a failed check, too.
 
-    A check that was given the wrong type, or a file that it cannot read, has checked nothing.
+    A check that was given the wrong type, or a file that it cannot read, has checked nothing. Each
+    call is a fact, so that a later run misses a check that a test no longer makes.
     """
 
     @functools.wraps(function)
     def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         __tracebackhide__ = True
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
         except Exception as error:
+            emit("check", name=function.__name__, held=False)
             if _noting:
                 _noting[-1](error)
             raise
+        emit("check", name=function.__name__, held=True)
+        return result
 
     return checked
 

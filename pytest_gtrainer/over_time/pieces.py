@@ -5,9 +5,13 @@ import enum
 import inspect
 import random
 import sys
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from datetime import timedelta
+from decimal import Decimal
+from fractions import Fraction
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -21,7 +25,13 @@ from pytest_gtrainer._torch.random_states import GeneratorStates, random_state
 from pytest_gtrainer.numerics.bits import byte_view, same_bytes
 
 RANDOM = "random states"
-_PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, type(None))
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, bytearray, enum.Enum, type(None)),
+    *(array, Decimal, Fraction, timedelta),
+)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+# Moments stand in a state dict by the numbers of their parameters.
+_RECORDED_OF_OPTIMIZER = ("['param_groups']", *(f"['state'][{digit}" for digit in range(10)))
 
 Get: TypeAlias = Callable[[], Any]
 Put: TypeAlias = Callable[[Any], None]
@@ -94,7 +104,7 @@ class _Walk:
             self.found[name] = Piece(drawn := read(value), lambda: write(get(), drawn))
         elif _has_state_dict(value):
             state = _copy(value.state_dict())
-            recorded = ("['state']", "['param_groups']") if isinstance(value, Optimizer) else ()
+            recorded = _RECORDED_OF_OPTIMIZER if isinstance(value, Optimizer) else ()
             self.found[name] = Piece(state, lambda: get().load_state_dict(state), recorded)
             self.plan_attributes(name, value, get, held=state)
             if isinstance(value, nn.Module):
@@ -108,11 +118,15 @@ class _Walk:
         """Plan to visit the attributes of an object, but those that its state dict holds.
 
         Args:
-            held: its state dict, if it has one; its private attributes are its own affair.
+            held: its state dict, if it has one.
         """
-        own_affair = held is not None or _package(owner) == "torch"
+        is_torchs = _package(owner) == "torch" or isinstance(owner, Optimizer)
         for key in _attributes(owner):
-            if own_affair and (key.startswith("_") or key in (held or ())):
+            # Private attributes of torch are its own affair.
+            is_private = is_torchs and key.startswith("_")
+            if isinstance(owner, nn.Module):
+                is_private |= key in _OF_EVERY_MODULE and key != "training"
+            if is_private or key in (held or ()):
                 continue
             access = partial(_attribute, get, key), partial(_set_attribute, get, key)
             self.todo.append((f"{name}.{key}".removeprefix("."), *access))

@@ -70,9 +70,15 @@ def build_card(test: Test, again: str) -> Card | None:
 
 
 def _outcome_of_check(test: Test) -> str:
-    """Return the outcome of the last check of a test, which is the one that has failed."""
-    for fact in reversed(test.facts):
+    """Return the outcome of the check of a test that has failed; "" if it said none."""
+    found = list(test.facts)
+    failed = [place for place, fact in enumerate(found) if fact.get("held") is False]
+    if failed:
+        del found[failed[-1] :]
+    for fact in reversed(found):
         match fact["kind"]:
+            case "check" if fact["held"]:
+                return ""  # what stands before was said by a check that held
             case "kind" | "verdict":
                 return re.sub("^different", "bits differ", fact["outcome"])
             case "golden" | "inline":

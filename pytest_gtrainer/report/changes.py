@@ -23,7 +23,7 @@ MOST = 3  # sentences of one difference; the rest is counted
 _MOST_GRAPHS = 20  # pairs of graphs described in words; large graphs take seconds each
 BAD = frozenset({"failed", "error"})
 _KEYS = frozenset({"name", "outcome", "comparisons", "pipelines"})
-_NEW_KEYS = frozenset({"claims", "seconds", "imported"})
+_NEW_KEYS = frozenset({"claims", "seconds", "imported", "checks", "kinds"})
 """Keys that pages of older versions do not have."""
 _HEADS = ("--- ", "+++ ", "@@ ", "in this environment (")
 _SLOWER, _SECONDS = 2.0, 0.5
@@ -175,6 +175,9 @@ class Earlier:
             then.get("claims", ()), details.get("claims", ()), texts
         )
         unpaired += unclaimed
+        if "checks" in then:
+            unpaired += _compare_checks(then["checks"], details["checks"])
+            numbers += _compare_kinds(then["kinds"], details["kinds"])
         self.counts["with other numbers"] += bool(numbers or claims["numbers"])
         self.counts["with another graph"] += bool(graphs or claims["graph"])
         self.counts["with another layout"] += bool(layouts)
@@ -370,6 +373,26 @@ def _compare_numbers(then: Sequence[Any], now: Sequence[Any]) -> tuple[list[str]
             changed.append(f"{what}: other numbers than then")
 
     return changed, unpaired
+
+
+def _compare_checks(then: Sequence[str], now: Sequence[str]) -> list[str]:
+    """Return a sentence for each check that a test calls more or less often than it did."""
+    was, has = Counter(then), Counter(now)
+    changed = []
+    for name in dict.fromkeys([*was, *has]):
+        if was[name] and not has[name]:
+            changed.append(f"{name}: no longer called")
+        elif was[name] != has[name]:
+            changed.append(f"{name}: called {has[name]} times, {was[name]} then")
+    return changed
+
+
+def _compare_kinds(then: Sequence[str], now: Sequence[str]) -> list[str]:
+    """Return a sentence for the first proof that has found another kind of equal."""
+    for old, new in zip(then, now, strict=False):
+        if old != new:
+            return [f"in exact arithmetic {old} then, {new} now"]
+    return []
 
 
 def _pair_pipelines(

@@ -161,6 +161,8 @@ def build_details(test: Test, earlier: Earlier | None = None) -> dict[str, Any]:
         "pipelines": _build_pipelines(test),
         "memories": [fact["key"] for fact in test.find("memory") if fact["asked"]],
         "said": _describe_checks(test),
+        "checks": [fact["name"] for fact in test.facts if fact["kind"] == "check"],
+        "kinds": [fact["outcome"] for fact in test.facts if fact["kind"] == "kind"],
         "claims": [{name: fact[name] for name in ("name", "of", "key")} for fact in claimed],
         "seconds": sum(report.duration for report in test.reports),
         "imported": imported,

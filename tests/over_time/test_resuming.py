@@ -6,9 +6,12 @@ import copy
 import re
 import runpy
 import sys
+from array import array
 from collections import Counter, deque
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
+from decimal import Decimal
 from random import Random
 from types import SimpleNamespace
 
@@ -205,7 +208,52 @@ def loader():
     return DataLoader(rows, sampler=DistributedSampler(rows, 1, 0))
 
 
+class Stopping:
+    """Its state dict leaves out what it keeps."""
+
+    def __init__(self):
+        self._best = 0.0
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+    def add(self):
+        self._best += 1.0
+
+
+class Counting(nn.Linear):
+    def __init__(self):
+        super().__init__(1, 1)
+        self._calls = 0
+
+
+def momentum_of_all():
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.state["global"]["sum"] = torch.zeros(1)
+    return optimizer
+
+
 STATES = {
+    "what a state dict leaves out": (Stopping, lambda state: state.add(), "state._best"),
+    "a private attribute of a module": (
+        Counting,
+        lambda state: setattr(state, "_calls", state._calls + 1),
+        "state._calls",
+    ),
+    "an optimizer's state of no parameter": (
+        momentum_of_all,
+        lambda state: state.state["global"]["sum"].add_(1),
+        "state['state']['global']['sum']",
+    ),
+    "a span of time": (
+        lambda: [timedelta(0), Decimal(0), array("i", [0]), bytearray(b"0")],
+        lambda state: state.__setitem__(2, array("i", [1])),
+        "state[2]",
+    ),
     "a dict of dicts": (
         lambda: {"train": {"rows": 0}},
         lambda state: state["train"].update(rows=state["train"]["rows"] + 1),

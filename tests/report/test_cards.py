@@ -29,6 +29,10 @@ def fact(kind, outcome, **more):
     return {"kind": kind, "outcome": outcome, **more}
 
 
+def called(name, held=True):
+    return {"kind": "check", "name": name, "held": held}
+
+
 def card(message, *found, when="call", sections=()):
     failed = report("failed", when, message, found, sections)
     return build_card(a_test(failed), "pytest test_it.py::test_it --gt-gpus=2")
@@ -64,6 +68,23 @@ def card(message, *found, when="call", sections=()):
             [{"kind": "conformance", "result": "broken"}],
         ),
         ("PeakExceeded", "pytest_gtrainer.graph.PeakExceeded: x", []),
+        (
+            "PeakExceeded",  # which says no outcome, behind a check that held
+            "pytest_gtrainer.graph.PeakExceeded: x",
+            [fact("verdict", "equal"), called("assert_bitwise_equal"), called("peak", held=False)],
+        ),
+        (
+            "bits differ",
+            "pytest_gtrainer.BitwiseDifference: x",
+            [fact("kind", "identical"), called("proof"), fact("verdict", "different")]
+            + [called("assert_bitwise_equal", held=False)],
+        ),
+        (
+            "bits differ",  # what other ranks found stands behind
+            "pytest_gtrainer.BitwiseDifference: x",
+            [fact("verdict", "different"), called("bits", held=False)]
+            + [fact("verdict", "equal"), called("bits")],
+        ),
         # An assertion of the test's own, behind a check that held.
         ("AssertionError", "AssertionError: x", [fact("verdict", "equal")]),
         ("AssertionError", "[rank 3] AssertionError: x", []),

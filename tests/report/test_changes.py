@@ -287,6 +287,36 @@ def test_a_comparison_that_a_passing_test_no_longer_makes_is_a_change():
     assert earlier.summary({"test_it"}) == "against one.html: 1 with other comparisons"
 
 
+def test_a_check_that_a_passing_test_no_longer_calls_is_a_change():
+    """Z5: checks without numbers, too, and proofs that find another kind."""
+    then = {"outcome": "passed", "comparisons": [], "pipelines": []}
+    then |= {"checks": ["assert_graph", "assert_invariant", "assert_graph"]}
+    then |= {"kinds": ["identical", "identical"]}
+    now = then | {"checks": ["assert_graph"], "kinds": ["identical", "reordered"]}
+    test = SimpleNamespace(name="test_it", outcome="passed")
+    earlier = changes.Earlier(Path("one.html"), {"test_it": then}, {})
+    found = earlier.compare(test, now, {})
+    assert found["lines"] == [
+        "in exact arithmetic identical then, reordered now",
+        "assert_graph: called 1 times, 2 then; assert_invariant: no longer called",
+    ]
+    assert found["moved"]
+    assert earlier.summary({"test_it"}) == (
+        "against one.html: 1 with other numbers, 1 with other comparisons"
+    )
+    assert not changes.Earlier(Path("one.html"), {"test_it": then}, {}).compare(test, then, {})[
+        "moved"
+    ]
+    bad = SimpleNamespace(name="test_it", outcome="failed")
+    ended = changes.Earlier(Path("one.html"), {"test_it": then | {"outcome": "failed"}}, {})
+    assert ended.compare(bad, now | {"kinds": ["identical"]}, {})["lines"] == []
+    old = {name: then[name] for name in ("outcome", "comparisons", "pipelines")}
+    assert (
+        changes.Earlier(Path("one.html"), {"test_it": old}, {}).compare(test, now, {})["lines"]
+        == []
+    )
+
+
 def made(name, before, after):
     return {"name": name, "before": before, "after": after}
 

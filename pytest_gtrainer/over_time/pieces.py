@@ -140,12 +140,13 @@ class _Walk:
                 self.plan_attributes(f"{name}.{path}", module, read, held={})
 
 
-def _is_state(value: Any) -> bool:
+def _is_state(value: Any, inside: tuple[int, ...] = ()) -> bool:
     """Return whether a value is a number, a text, a tensor, an array, or a container of such."""
-    if isinstance(value, Mapping):
-        return all(map(_is_state, value.values()))
-    if isinstance(value, list | tuple | deque | set | frozenset):
-        return all(map(_is_state, value))
+    if isinstance(value, Mapping | list | tuple | deque | set | frozenset):
+        if id(value) in inside:
+            return False  # a container that holds itself
+        parts = value.values() if isinstance(value, Mapping) else value
+        return all(_is_state(part, (*inside, id(value))) for part in parts)
     return isinstance(value, (*_PLAIN, Tensor)) or _is_of_numpy(value)
 
 
@@ -155,6 +156,8 @@ def _is_of_numpy(value: Any) -> bool:
 
 
 def _has_state_dict(value: Any) -> bool:
+    if isinstance(value, type):
+        return False
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
@@ -302,8 +305,13 @@ def differing(a: Any, b: Any, place: str = "") -> Iterator[str]:
 
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        are_alike = (a.dtype, a.shape) == (b.dtype, b.shape)
-        return are_alike and same_bytes(byte_view(a), byte_view(b))
+        if (a.dtype, a.shape, a.layout, a.device) != (b.dtype, b.shape, b.layout, b.device):
+            return False
+        if a.is_meta:
+            return True  # there are no values
+        if a.layout is not torch.strided:
+            a, b = a.to_dense(), b.to_dense()
+        return same_bytes(byte_view(a), byte_view(b))
     if type(a) is not type(b):
         return False
     if _is_of_numpy(a):

@@ -317,6 +317,21 @@ def differences(before, after):
     ]
 
 
+def test_attributes_that_hold_no_state():
+    """A class, a list that holds itself, tensors without values and without strides."""
+    loop = [torch.zeros(1)]
+    loop.append(loop)
+    sparse = torch.eye(3).to_sparse()
+    trainer = SimpleNamespace(kind=nn.Linear, loop=loop, sparse=sparse)
+    trainer.meta = torch.zeros(1, device="meta")
+    before = pieces_of(trainer)
+    assert not differences(before, pieces_of(trainer))
+    assert "kind" not in before
+    trainer.loop[0] += 1
+    trainer.sparse = sparse * 2
+    assert differences(before, pieces_of(trainer)) == ["sparse", "loop.0"]
+
+
 @pytest.mark.parametrize("of", STATES)
 def test_state_at_any_place_is_a_piece(of):
     """Z3: deep, in any container, in objects, in generators; it can be put back."""

@@ -46,7 +46,8 @@ def taken_on_trust(arithmetics: Sequence[Arithmetic], reads: int) -> list[str]:
         if any(getattr(arithmetic, noted) for arithmetic in arithmetics):
             found.append(says)
     if opaque:
-        found.append(f"{', '.join(sorted(opaque))} depend on nothing but their arguments")
+        names = ", ".join(sorted(opaque))
+        found.append(f"{names} depend on nothing but their arguments, and write to none of them")
     if meant:
         found.append(f"{', '.join(sorted(meant))} compute what their meaning(...) says")
     if reads:

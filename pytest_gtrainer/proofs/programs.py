@@ -7,6 +7,7 @@ A *program* is a graph or a function with its inputs. A run begins with abstract
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,12 +99,16 @@ class ProgramRun:
 
 @dataclass(slots=True)
 class Left:
-    """The outputs of a program, those that train, and its state before and after."""
+    """The outputs of a program, those that train, and its state before and after.
+
+    ``put_back`` undoes what the run has written, when its results have been read.
+    """
 
     outputs: dict[Key, Tensor] = field(default_factory=dict)
     before: dict[Key, Result] = field(default_factory=dict)
     after: dict[Key, Tensor] = field(default_factory=dict)
     trains: frozenset[str] | None = None
+    put_back: ExitStack = field(default_factory=ExitStack)
 
 
 class Program(ABC):
@@ -131,20 +136,26 @@ class Program(ABC):
         mode = ArithmeticMode(arithmetic, owner=id(self))
         mode.on_result = on_result
         left = Left()
-        # Dynamo refuses to compile under a dispatch mode, and would skip such frames ever after.
-        with random_states_kept(), torch.compiler.set_stance("force_eager"):
-            seed_torch(0)
-            start = random_state()
-            self._run(mode, left)
-            end = random_state()
+        with left.put_back:
+            # Dynamo refuses to compile under a dispatch mode, and would skip such frames ever after.
+            with random_states_kept(), torch.compiler.set_stance("force_eager"):
+                seed_torch(0)
+                start = random_state()
+                self._run(mode, left)
+                end = random_state()
 
-        # A program that draws one number more would change all that is drawn after it.
-        for name, state in random_states_afterwards(end).items():
-            left.after[name, None] = state
-        for name, state in random_states_afterwards(start).items():
-            left.before[name, None] = Result(state, state.dtype, True)
-        self.last = left.outputs | left.after
+            # A program that draws one number more would change all that is drawn after it.
+            for name, state in random_states_afterwards(end).items():
+                left.after[name, None] = state
+            for name, state in random_states_afterwards(start).items():
+                left.before[name, None] = Result(state, state.dtype, True)
+            self.last = left.outputs | left.after
+            results, real = self._read(mode, left)
+            return ProgramRun(results, arithmetic, mode.reads, real, left.trains)
 
+    @staticmethod
+    def _read(mode: ArithmeticMode, left: Left) -> tuple[dict[Key, Result], dict[Key, Tensor]]:
+        """Return copies of the results, and their real numbers."""
         results: dict[Key, Result] = {}
         real: dict[Key, Tensor] = {}
         for key, tensor in left.outputs.items():
@@ -160,7 +171,7 @@ class Program(ABC):
 
         for key in left.before.keys() - left.after.keys():
             results[key] = Result(torch.zeros(0), torch.float32, True)  # it is gone
-        return ProgramRun(results, arithmetic, mode.reads, real, left.trains)
+        return results, real
 
     @abstractmethod
     def _run(self, mode: ArithmeticMode, left: Left) -> None:
@@ -220,6 +231,24 @@ def _names_that_train(outputs: Mapping[str, Tensor], given: Mapping[str, Tensor]
     return frozenset(
         name for name, tensor in outputs.items() if tensor.grad_fn is not None or id(tensor) in own
     )
+
+
+def _keep(tensor: Tensor) -> Callable[[], None]:
+    """Return a function that gives a tensor the numbers and the gradient of now."""
+    numbers, gradient = tensor.detach().clone(), None
+    if tensor.is_leaf:
+        gradient = tensor.grad
+        if gradient is not None:
+            tensor.grad = gradient.clone()  # a backward adds to it in place
+
+    def put_back() -> None:
+        with torch.no_grad():
+            if not torch.equal(tensor, numbers):
+                tensor.copy_(numbers)
+        if tensor.is_leaf:
+            tensor.grad = gradient
+
+    return put_back
 
 
 class GraphProgram(Program):
@@ -353,36 +382,30 @@ class FunctionProgram(Program):
                 if tensor.is_leaf and tensor.grad is not None:
                     make_abstract(mode, tensor.grad, ("gradient of", name))
 
-        # These cannot be copied, since the function reads the originals: so they are put back.
         captured = captured_by(self.function)
-        originals = {name: tensor.detach().clone() for name, tensor in captured.items()}
         for name, tensor in (state | captured).items():
             left.before[f"{name}{AFTERWARDS}", None] = _result_of(mode, tensor.detach())
-        put_back = contents_of(self.function)
         for name, number in python_values(function, given).items():
             left.before[f"{name}{AFTERWARDS}", None] = Result(number, number.dtype, True)
-        try:
-            outputs = self._called(mode, function, given)
-            check_outputs(outputs)
-            for name, number in python_values(function, given).items():
-                left.after[f"{name}{AFTERWARDS}", None] = number
-            named = named_outputs(outputs)
-            for name, leaf in named.items():
-                left.outputs[name, None] = leaf.detach()
-            left.trains = _names_that_train(named, state)
-            # Again, as a program may replace a tensor instead of writing to it.
-            held = named_state(function, given) | captured_by(self.function)
-            for name, tensor in held.items():
-                left.after[f"{name}{AFTERWARDS}", None] = tensor.detach()
-                if tensor.is_leaf and tensor.grad is not None:
-                    left.outputs[f"gradient of {name}", None] = tensor.grad.detach()
-                    left.trains = None
-        finally:
-            put_back()
-            with torch.no_grad():
-                for name, tensor in captured.items():
-                    if not torch.equal(tensor, originals[name]):
-                        tensor.copy_(originals[name])
+        # These cannot be copied, since the function reads the originals: so they are put back.
+        for tensor in captured.values():
+            left.put_back.callback(_keep(tensor))
+        left.put_back.callback(contents_of(self.function))
+        outputs = self._called(mode, function, given)
+        check_outputs(outputs)
+        for name, number in python_values(function, given).items():
+            left.after[f"{name}{AFTERWARDS}", None] = number
+        named = named_outputs(outputs)
+        for name, leaf in named.items():
+            left.outputs[name, None] = leaf.detach()
+        left.trains = _names_that_train(named, state)
+        # Again, as a program may replace a tensor instead of writing to it.
+        held = named_state(function, given) | captured_by(self.function)
+        for name, tensor in held.items():
+            left.after[f"{name}{AFTERWARDS}", None] = tensor.detach()
+            if tensor.is_leaf and tensor.grad is not None:
+                left.outputs[f"gradient of {name}", None] = tensor.grad.detach()
+                left.trains = None
 
     def _called(self, mode: ArithmeticMode, function: Callable[..., Any], given: list[Any]) -> Any:
         try:

@@ -279,8 +279,14 @@ def _is_of_a_user(value: Any) -> bool:
         return True
     if isinstance(value, type | types.ModuleType):
         return False
-    package = (getattr(of, "__module__", None) or "builtins").partition(".")[0]
-    return package not in _LIBRARIES and package not in sys.stdlib_module_names
+    return not _is_of_a_library(of)
+
+
+def _is_of_a_library(of: Any) -> bool:
+    """Return whether a function, class or module is one of a library."""
+    name = of.__name__ if isinstance(of, types.ModuleType) else getattr(of, "__module__", None)
+    package = (name or "builtins").partition(".")[0]
+    return package in _LIBRARIES or package in sys.stdlib_module_names
 
 
 _LIBRARIES = ("torch", "numpy", "pytest", "_pytest", "pytest_gtrainer", "pluggy", "triton")
@@ -300,9 +306,8 @@ def _directly_held_by(function: Any) -> Iterator[tuple[str, Any]]:
         yield "self", function.__self__
         function = function.__func__
     if inspect.isfunction(function):
-        held = inspect.getclosurevars(function)
-        yield from held.nonlocals.items()
-        yield from held.globals.items()
+        yield from inspect.getclosurevars(function).nonlocals.items()
+        yield from _globals_of(function).items()
         for name, parameter in inspect.signature(function, follow_wrapped=False).parameters.items():
             if parameter.default is not inspect.Parameter.empty:
                 yield name, parameter.default
@@ -311,6 +316,29 @@ def _directly_held_by(function: Any) -> Iterator[tuple[str, Any]]:
         call = inspect.getattr_static(type(function), "__call__", None)
         if inspect.isfunction(call):
             yield "__call__", call
+
+
+def _globals_of(function: types.FunctionType) -> dict[str, Any]:
+    """Return the globals that a function may read: also in functions and lambdas inside of it.
+
+    Of classes and modules of a user that is what it may read of these, such as ``settings.SCALE``.
+    """
+    names = _names_in(function.__code__)
+    found = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    for name, value in list(found.items()):
+        if isinstance(value, type | types.ModuleType) and not _is_of_a_library(value):
+            for attribute in names & vars(value).keys():
+                found[f"{name}.{attribute}"] = vars(value)[attribute]
+    return found
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """Return the names of globals and attributes in code, and in the code inside of it."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names_in(constant)
+    return names
 
 
 def contents_of(function: Any) -> Callable[[], None]:
@@ -333,8 +361,9 @@ def contents_of(function: Any) -> Callable[[], None]:
             containers.append((value, value.copy()))
         elif inspect.isfunction(value) and _is_of_a_user(value):
             cells += [(cell, cell.cell_contents) for cell in value.__closure__ or () if _has(cell)]
-            named = inspect.getclosurevars(value).globals
-            variables.append((value.__globals__, dict(named)))
+            own_names = _globals_of(value).keys() & value.__globals__.keys()
+            named = {name: value.__globals__[name] for name in own_names}
+            variables.append((value.__globals__, named))
         elif not isinstance(value, nn.Module | Tensor) and _is_of_a_user(value):
             own = getattr(value, "__dict__", {})
             containers.append((own, dict(own)))

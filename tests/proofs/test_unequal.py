@@ -3,6 +3,7 @@ difference.
 """
 
 import copy
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -422,6 +423,83 @@ def test_python_values_that_a_call_returns_are_results(values):
     actual, expected = (lambda x, value=value: (x * 2, value) for value in values)
     assert kind_of(actual, actual, X)[0] == "identical"
     assert kind_of(actual, expected, X)[0] == "another function"
+
+
+NUMBERS = torch.ones(4)
+NUMBERS_PARAMETER = nn.Parameter(torch.ones(4))
+NUMBERS_LIST = [torch.ones(4)]
+NUMBERS_MODULE = nn.Linear(4, 3)
+SETTINGS = types.ModuleType("settings")
+SETTINGS.held, SETTINGS.module = torch.ones(4), NUMBERS_MODULE
+
+
+class Settings:
+    held = torch.ones(4)
+    module = NUMBERS_MODULE
+
+
+def backward(by):
+    (NUMBERS_PARAMETER * by).sum().backward()
+    return NUMBERS
+
+
+WRITES_TO_HELD = {
+    "a global": lambda x, by: NUMBERS.add_(by),
+    "zeroed": lambda x, by: NUMBERS.mul_(1 - by),
+    "an item of a list": lambda x, by: NUMBERS_LIST[0].add_(by),
+    "in a lambda": lambda x, by: (lambda: NUMBERS.add_(by))(),
+    "in a comprehension": lambda x, by: [NUMBERS.add_(by) for _ in range(1)],
+    "in a generator": lambda x, by: next(NUMBERS.add_(by) for _ in range(1)),
+    "two lambdas deep": lambda x, by: (lambda: (lambda: NUMBERS.add_(by))())(),
+    "of a class": lambda x, by: Settings.held.add_(by),
+    "of a module of Python": lambda x, by: SETTINGS.held.add_(by),
+    "a gradient": lambda x, by: backward(by),
+}
+
+
+@pytest.mark.parametrize("write", WRITES_TO_HELD)
+def test_known_numbers_written_to_what_a_function_holds_are_results(write):
+    chosen = WRITES_TO_HELD[write]
+
+    def writes(by):
+        return lambda x: (chosen(x, by), x * 2)[1]
+
+    tensors = [NUMBERS, NUMBERS_LIST[0], Settings.held, SETTINGS.held]
+    assert kind_of(writes(0.5), writes(0.5), X)[0] == "identical"
+    assert kind_of(writes(0.5), writes(0.25), X)[0] == "another function"
+    assert kind_of(writes(0.5), lambda x: x * 2, X)[0] == "another function"
+    assert kind_of(lambda x: x * 2, writes(0.5), X)[0] == "another function"
+    assert all(torch.equal(tensor, torch.ones(4)) for tensor in tensors)
+    assert NUMBERS_PARAMETER.grad is None
+
+
+def test_what_a_function_holds_is_returned_as_it_has_left_it():
+    def writes(x):
+        NUMBERS.add_(1)
+        return x * 2, NUMBERS, NUMBERS[:2]
+
+    def holds(x):
+        return x * 2, NUMBERS + 1, NUMBERS[:2] + 1
+
+    proof = prove(writes, lambda x: (x * 2, NUMBERS, NUMBERS[:2]), inputs=(X,))
+    assert (proof.kind, proof.first.result) == ("another function", "output 1")
+    assert "output" not in prove(writes, holds, inputs=(X,)).first.result
+    assert torch.equal(NUMBERS, torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (lambda value: NUMBERS_MODULE(value))(x),
+        lambda x: [NUMBERS_MODULE(value) for value in x[None]],
+        lambda x: Settings.module(x),
+        lambda x: SETTINGS.module(x),
+    ],
+    ids=["a lambda", "a comprehension", "a class", "a module of Python"],
+)
+def test_a_module_that_a_function_reaches_elsewhere_is_refused(function):
+    with pytest.raises(ValueError, match=r"(module|MODULE), a Linear, whose numbers"):
+        prove(function, function, inputs=(X,))
 
 
 CUTS = {

@@ -135,6 +135,8 @@ def test_a_file_is_written_whole_or_stays(tmp_path, monkeypatch):
 
 
 @hypothesis.given(st.lists(st.integers(0, 9), max_size=12), st.sets(st.integers(0, 9), max_size=4))
+@hypothesis.example([1, 2, 3], {1})
+@hypothesis.example([1, 2, 3, 4, 5], {2, 4})
 @hypothesis.settings(deadline=None, max_examples=30)
 def test_a_minimal_part_fails_in_order_and_none_of_it_can_go(items, needed):
     needed &= set(items)

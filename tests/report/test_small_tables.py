@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import hypothesis
@@ -12,10 +13,16 @@ from pytest_gtrainer import facts
 from pytest_gtrainer.facts import unpacked
 from pytest_gtrainer.report import html, markdown
 from pytest_gtrainer.report.cards import _cut, build_card, shown_by_world
+from pytest_gtrainer.report.changes import Earlier
 from pytest_gtrainer.report.collected import ORDER, merge_facts, severity
 from pytest_gtrainer.report.collected import Test as Collected
 from pytest_gtrainer.report.plugin import digests_by_step, junit_properties
-from pytest_gtrainer.report.repeats import calls_by_rank, find_operator, has_records
+from pytest_gtrainer.report.repeats import (
+    calls_by_rank,
+    describe_differences,
+    find_operator,
+    has_records,
+)
 from pytest_gtrainer.report.terminal import (
     ConformanceTable,
     SummaryPlugin,
@@ -748,3 +755,34 @@ def test_nets_of_a_test_are_a_table_if_there_are_several(second, is_shown):
     plugin.pytest_terminal_summary(reporter)
     assert written[:1] == ["nets of a.py::test"] * is_shown
     assert len(written) == 4 * is_shown
+
+
+def test_issues_of_any_number_are_in_code():
+    assert markdown.text("see #1 and #12") == "see `#1` and `#12`"
+
+
+def test_repetitions_that_differ_are_numbered_from_the_second():
+    def repetition(digest):
+        test = collected(report("setup"), report(), report("teardown"))
+        test.shown = {0: [comparison("w", actual=[[0, 0, "loss", digest]])]}
+        return test
+
+    same, other = repetition("a"), repetition("b")
+    words = "against 1: w: other numbers than then, first at step 0, rank 0, loss"
+    assert describe_differences([same, same, other, same, other]) == [
+        f"repetition 3 {words}",
+        f"repetition 5 {words}",
+    ]
+
+
+def test_claims_of_both_runs_are_compared_by_their_texts():
+    def claiming(content):
+        test = collected(report("setup"), report(), report("teardown"))
+        made = {"name": "g", "of": "text", "key": content, "packed": facts.packed(content)}
+        test.shown = {0: [fact("golden_text", **made)]}
+        return test
+
+    then = claiming("one")
+    earlier = Earlier(Path(), {then.name: html.build_details(then)}, {"one": facts.packed("one")})
+    [line] = html.build_details(claiming("two"), earlier)["earlier"]["lines"]
+    assert line.startswith("g: ")

@@ -423,6 +423,9 @@ class HeldState:
                         for key, held in container.items():
                             if held is None or isinstance(held, Tensor):
                                 yield f"{kind}{dot}{key}", container, key, held
+                    for name, leaf in _attributes_of(part):
+                        if isinstance(leaf, Tensor) and name not in vars(part):  # in a list
+                            yield f"attribute {dot}{name}", None, "", leaf
             elif isinstance(value, Tensor):
                 yield f"captured {where}", None, "", value
 

@@ -120,7 +120,8 @@ class _Maker:
     def _make_parameters(self) -> None:
         """Make shards of parameters of two layers; each is gathered over one group."""
         self.group_of = {}
-        # FSDP gathers its shards in one way, and nobody else reads them. Other graphs do as they like.
+        # FSDP gathers its shards in one way, and nobody else reads them. Other graphs do as they
+        # like.
         self.is_fsdp = self.dice.random() < 0.5
         for name in ("layers.0.weight", "layers.0.bias", "layers.1.weight"):
             shape = [self.dice.choice(self.sizes) for _ in range(self.dice.randint(1, 2))]

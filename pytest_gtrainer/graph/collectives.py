@@ -27,7 +27,6 @@ from pytest_gtrainer.graph.nodes import (
     arguments_given,
     bodies_of,
     direction,
-    is_collective,
     is_parameter,
     is_wait,
     leaves_of,
@@ -35,6 +34,7 @@ from pytest_gtrainer.graph.nodes import (
     node_fqn,
     places_of,
     short_name,
+    waits,
     walk,
 )
 
@@ -144,18 +144,24 @@ def communicates_unseen(node: fx.Node) -> bool:
     functions as ``dist.all_reduce``.
     """
     target: Any = node.target
+    if node.op == "call_method":
+        return bool(target == "wait")
     if node.op != "call_function" or isinstance(target, OpOverload):
         return False
     if isinstance(target, OpOverloadPacket):
-        return any(launches(getattr(target, name)) for name in target.overloads())
+        overloads = [getattr(target, name) for name in target.overloads()]
+        return any(launches(overload) or waits(overload) for overload in overloads)
     home, name = getattr(target, "__module__", None), getattr(target, "__name__", "")
     is_of_distributed = (home or "").startswith("torch.distributed.")
-    return is_of_distributed and not name.startswith(("_", "get_", "is_"))
+    # ``DTensor.from_local`` checks what ranks have only if it is asked to.
+    return is_of_distributed and not name.startswith(("_", "get_", "is_", "from_local"))
 
 
 def unseen(node: fx.Node) -> PlanError:
     """Return the error that refuses such a node."""
-    name = getattr(node.target, "__qualname__", str(node.target))
+    name = str(node.target)
+    if not isinstance(node.target, OpOverloadPacket):
+        name = getattr(node.target, "__qualname__", name)
     return PlanError(
         f"{node.name} calls {name}, which is no operator, so nobody can say what it communicates: "
         "trace the graph (trace_step, make_fx), or call an overload, all_reduce.default"
@@ -304,8 +310,9 @@ def find_early_read(graph: fx.Graph) -> tuple[fx.Node, fx.Node] | None:
     for node in graph.nodes:
         call = _call_of(graph.owning_module, node)
         pending = [each for each in _operands_of(node) if each in on_the_way]
+        operator_called = _overload_of(call.target)
         # A control dependency whose body is not known may hold the wait.
-        if pending and (is_wait(call) or is_control_dependency(call)):
+        if pending and (waits(operator_called) or is_control_dependency(call)):
             arrived = {on_the_way[each] for each in pending}
             for value, launch in list(on_the_way.items()):
                 if launch in arrived:
@@ -316,11 +323,19 @@ def find_early_read(graph: fx.Graph) -> tuple[fx.Node, fx.Node] | None:
             return on_the_way[pending[0]], node
 
         # Other namespaces wait by themselves, or return works.
-        is_functional = is_collective(call) and call.target.namespace in _FUNCTIONAL
-        if is_functional and launches(call.target) and not mutates(call):
+        if not launches(operator_called) or operator_called.namespace not in _FUNCTIONAL:
+            continue
+        if operator_called is not call.target or not mutates(call):
             on_the_way[node] = node
 
     return None
+
+
+def _overload_of(target: Any) -> Any:
+    """Return the operator that a packet of a single overload calls; anything else as it is."""
+    if isinstance(target, OpOverloadPacket) and len(target.overloads()) == 1:
+        return getattr(target, target.overloads()[0])
+    return target
 
 
 def unread_launches(gm: fx.GraphModule) -> list[fx.Node]:

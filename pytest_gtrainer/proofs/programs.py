@@ -137,7 +137,7 @@ class Program(ABC):
         mode.on_result = on_result
         left = Left()
         with left.put_back:
-            # Dynamo refuses to compile under a dispatch mode, and would skip such frames ever after.
+            # Dynamo refuses to compile under a dispatch mode, and would skip such frames for ever.
             with random_states_kept(), torch.compiler.set_stance("force_eager"):
                 seed_torch(0)
                 start = random_state()

@@ -19,7 +19,7 @@ from torch import fx
 
 from pytest_gtrainer._torch.process_groups import names_of_live_groups
 from pytest_gtrainer._torch.values import pytree
-from pytest_gtrainer.graph.collectives import group_of, launches
+from pytest_gtrainer.graph.collectives import find_early_read, group_of, launches
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopt
 from pytest_gtrainer.graph.nodes import distinct, input_fqn
 from pytest_gtrainer.graph.same_on_ranks import Partition, nodes_within
@@ -70,12 +70,20 @@ def simulate_graph(
         VacuousCheck: the world has one rank, or the graph no collective.
         NoModel: an operator that a simulated world does not model.
         DependsOnRank: inputs of other shapes than the traced ones.
-        ValueError: inputs, outputs or groups that do not fit.
+        ValueError: inputs, outputs or groups that do not fit; or a collective is read before its
+            wait.
     """
     net, gm = net_of_any(world), adopt(gm, names)
     if not any(launches(node.target) for node in nodes_within(gm)):
         raise VacuousCheck(
             "the graph has no collective, so no net changes a bit of it: run it by itself"
+        )
+    early = find_early_read(gm.graph)
+    if early is not None:
+        launch, reader = early
+        raise ValueError(
+            f"{reader.name} reads {launch.name} before it is waited for, so on real ranks nobody "
+            "knows what it reads: wait first"
         )
     return run_on_net(
         gm, inputs_of_ranks(inputs_of_rank, net.size), world, net, groups=groups, outputs=outputs

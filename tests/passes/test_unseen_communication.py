@@ -6,6 +6,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as with_autograd
 from torch import fx
+from torch.distributed.tensor import DTensor
 
 from pytest_gtrainer import (
     CheckError,
@@ -16,6 +17,7 @@ from pytest_gtrainer import (
     graphtext,
     timeline,
 )
+from pytest_gtrainer.graph.collectives import find_early_read
 
 functional = torch.ops._c10d_functional
 CALLS = {
@@ -55,7 +57,44 @@ def test_a_reader_of_communication_refuses_it(of, reader):
         READERS[reader](graph_with(*CALLS[of]))
 
 
-@pytest.mark.parametrize("target", [None, dist.get_rank, dist.is_initialized, torch.relu])
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("op", ["packet", "method"])
+def test_a_wait_that_is_no_operator_is_refused(op, reader):
+    graph = fx.Graph()
+    rows = graph.placeholder("rows")
+    rows.meta["val"] = torch.empty(4, device="meta")
+    sent = graph.call_function(functional.all_reduce.default, (rows, "sum", "fsdp"))
+    if op == "packet":
+        wait = graph.call_function(functional.wait_tensor, (sent,))
+    else:
+        wait = graph.call_method("wait", (sent,))
+    sent.meta["val"] = wait.meta["val"] = rows.meta["val"]
+    graph.output((wait,))
+    with pytest.raises(PlanError, match="which is no operator") as refused:
+        READERS[reader](fx.GraphModule({}, graph))
+    assert str(refused.value).startswith(f"{wait.name} calls ")
+
+
+@pytest.mark.parametrize("is_packet", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_result_that_is_read_before_its_wait(is_packet, waits):
+    """Operators, and packets of one overload, which a pass forgets to name."""
+    graph = fx.Graph()
+    rows = graph.placeholder("rows")
+    called = functional.all_reduce, functional.wait_tensor
+    if not is_packet:
+        called = tuple(packet.default for packet in called)
+    value = sent = graph.call_function(called[0], (rows, "sum", "fsdp"))
+    if waits:
+        value = graph.call_function(called[1], (sent,))
+    read = graph.call_function(torch.ops.aten.mul.Tensor, (value, 2.0))
+    graph.output((read,))
+    assert find_early_read(graph) == (None if waits else (sent, read))
+
+
+@pytest.mark.parametrize(
+    "target", [None, dist.get_rank, dist.is_initialized, torch.relu, DTensor.from_local]
+)
 def test_other_functions_are_no_communication(target):
     assert_no_deadlock(dict.fromkeys((0, 1), graph_with(target)), groups={"fsdp": [[0, 1]]})
     assert bucket_layout(graph_with(target)).payloads == ()

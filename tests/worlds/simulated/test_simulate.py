@@ -233,6 +233,16 @@ def test_a_collective_of_a_group_that_the_function_destroys_counts(destroyed):
     assert [own["output_0"].tolist() for own in found] == [[2, 2, 2]] * 2
 
 
+def unwaited(gm):
+    """Return the graph without its wait."""
+    (wait,) = gm.graph.find_nodes(
+        op="call_function", target=torch.ops._c10d_functional.wait_tensor.default
+    )
+    wait.replace_all_uses_with(wait.args[0])
+    gm.graph.erase_node(wait)
+    return gm
+
+
 ALL = {"tp": [range(4)]}
 X = (torch.ones(3),)
 REFUSED = {
@@ -251,6 +261,11 @@ REFUSED = {
         lambda gm: simulate_graph(make_fx(torch.sin)(*X), lambda r: X, 2),
         VacuousCheck,
         "has no coll",
+    ),
+    "a read before the wait": (
+        lambda gm: simulate_graph(unwaited(gm), inputs_of, 4, groups=ALL),
+        ValueError,
+        "reads all_reduce.* before it is waited for",
     ),
     "a name twice": (
         lambda gm: simulate_eager(

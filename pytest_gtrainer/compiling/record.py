@@ -335,7 +335,8 @@ class CompileRecord:
             NotRecorded, ValueError: as ``prove``.
         """
         __tracebackhide__ = True
-        found = self.prove(at_least=at_least)
+        check_kind(at_least)
+        found = self.prove()  # also if it fails: the message then says which kind it is
         weakest = found.weakest
         compared = sum(each.proof.compared for each in found.stages)
         facts.emit("verdict", outcome=found.kind, tensors=compared, what="stages of torch.compile")

@@ -7,7 +7,7 @@ as a random state, is then not compared, and said.
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import gcd, isfinite, prod
 from typing import Any
@@ -41,6 +41,8 @@ _PHASES_WITH_PLACES = ("loss", "gradient", "clip", "optimiser")
 # Options that say how a step is computed and not what: their names are no cause of a difference.
 _IMPLEMENTATIONS = ("fused", "foreach", "capturable")
 _MOST_SHOWN = 8
+_JUMP = 100.0
+"""Losses part at a step if they are so many times as far apart as at any step before."""
 # A change is by one factor if so little of it is left without the factor.
 _ONE_FACTOR = 0.01
 
@@ -80,8 +82,8 @@ class Comparison:
         differences: all differences of the first phase that differs; empty if nothing does.
         counts: of the step that differs, by phase, how many entries differ, and of how many.
         element: lines that name the first element of the first difference, if values were kept.
-        sizes: lines that say how far each tensor has moved, the furthest first, if values were
-            kept.
+        sizes: lines that say how far apart losses are, and at which step they part; and if values
+            were kept, how far each tensor has moved, the furthest first.
         places: lines that say where the trainers call what the first phase that differs lies
             between.
         notes: what was not compared, and what is missing on either side.
@@ -366,7 +368,8 @@ class _Comparing:
 
         if self.result.differences:
             self.result.element = _element(self.result.runs, self.result.differences[0])
-            self.result.sizes = _sizes(self.result.runs, self.result.differences)
+            sizes = _sizes(self.result.runs, self.result.differences)
+            self.result.sizes = self._describe_losses() + sizes
             self.result.places = self._places(self.result.differences[0])
         if self.unseeded:
             names = spell_some(sorted(self.unseeded))
@@ -402,6 +405,29 @@ class _Comparing:
         if a == b:
             return [a] * bool(a)
         return [f"{letter}: {text}" for letter, text in zip("AB", texts, strict=True) if text]
+
+    def _describe_losses(self) -> list[str]:
+        """Return a line on how far apart losses are: a bug may begin long after the first rounding."""
+        apart: list[tuple[int, float]] = []
+        for step in self.result.steps:
+            a, b = _loss_of(self.a_steps[step]), _loss_of(self.b_steps[step])
+            if a is None or b is None:
+                continue
+            largest = max(abs(a), abs(b))
+            apart.append((step, abs(a - b) / largest if largest else 0.0))
+
+        for place in range(1, len(apart)):
+            before = max(distance for _, distance in apart[:place])
+            step, distance = apart[place]
+            if 0 < before * _JUMP < distance:
+                return [
+                    f"losses are at most {before:.1g} apart up to step {apart[place - 1][0]}, "
+                    f"and {distance:.1g} at step {step}"
+                ]
+        if len(apart) < 2:
+            return []
+        furthest = max(distance for _, distance in apart)
+        return [f"losses are at most {furthest:.1g} apart in {len(apart)} steps"]
 
     def _shared_phases(self) -> list[str]:
         """Return the phases that both records have, and note the others."""
@@ -563,6 +589,18 @@ def _compare_values(step: int, phase: str, name: str, a: Values, b: Values) -> D
     if a_whole == b_whole:
         return None
     return Difference(step, phase, name, (), "in all, on ranks or calls that are others")
+
+
+def _loss_of(phases: Mapping[str, Mapping[str, Values]]) -> float | None:
+    """Return the loss of a step on its first rank, of several calls the sum; None without one."""
+    values = phases.get("loss", {}).get("root")
+    if not values:
+        return None
+    numbers = [entry.numbers[0] for entry in values[min(values)] if entry.kind.endswith("[]")]
+    if not numbers:
+        return None
+    total = sum(map(float, numbers))
+    return total if isfinite(total) else None
 
 
 def _is_finite(values: Values) -> bool:

@@ -107,9 +107,33 @@ def test_ranks_that_differ_and_the_table_of_the_step(compared):
         rank[2] = rank[2] | {"optimiser": {"w": tensor(8), "v": tensor(9)}}
     assert compared(a, b) == [
         "first difference: step 1, loss: root, ranks 1, 3: 2.0 in A, 9.0 in B",
+        "  losses are at most 0.7 apart in 3 steps",
         "step 1 in all, entries that differ: loss 1 of 1, optimiser 0 of 2",
     ]
     assert compared(a, a) == ["equal: 9 values in 3 steps"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "line"),
+    [
+        ([4.0, 4.5, 2.0], "losses are at most 0.6 apart in 3 steps"),
+        # A mistake begins at step 2, in a run that is rounded otherwise from its start on.
+        (
+            [2.000001, 2.000002, 2.5, 4.0],
+            "losses are at most 1e-06 apart up to step 1, and 0.2 at step 2",
+        ),
+        ([2.000001, 3.0], "losses are at most 5e-07 apart up to step 0, and 0.3 at step 1"),
+        ([0.0, 0.5], "losses are at most 1 apart in 2 steps"),
+        ([4.0, float("nan"), 2.0], "losses are at most 0.5 apart in 2 steps"),
+        ([4.0], ""),
+    ],
+)
+def test_where_losses_part_is_said_behind_the_first_rounding(compared, losses, line):
+    a = [steps(*(2.0 for _ in losses), gradient={"w": tensor(1)})]
+    b = [steps(*losses, gradient={"w": tensor(1)})]
+    found = [each.strip() for each in compared(a, b) if "apart" in each]
+    assert found == [line] * bool(line)
+    assert not any("apart" in each for each in compared(a, a))
 
 
 def test_what_one_side_lacks(compared):

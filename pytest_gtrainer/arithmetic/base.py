@@ -101,6 +101,7 @@ class Arithmetic(ABC):
         keeps_digits: known numbers that a program computes in float32, such as 1 - 0.9**step, have
             the digits of float64.
         has_digits: there are such numbers.
+        drawn: operators that have drawn random numbers, which are known.
     """
 
     kind: str
@@ -116,6 +117,7 @@ class Arithmetic(ABC):
         self.finite: set[str] = set()
         self.never_equal: set[str] = set()
         self.chosen: set[str] = set()
+        self.drawn: set[str] = set()
         self.branches: dict[str, set[str]] = {}
         self.bias = self.sign = 0
         self.stabilises = False  # a largest number is sought that changes nothing

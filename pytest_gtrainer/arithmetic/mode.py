@@ -380,6 +380,7 @@ class ArithmeticMode(TorchDispatchMode):
 
     def _draw(self, call: Call, args: Any) -> None:
         """Leave what is drawn as it is: known numbers."""
+        self.arithmetic.drawn.add(str(call.operator))
         if call.base == "native_dropout":
             self._drop_out(call, args)
             return
@@ -475,6 +476,7 @@ class ArithmeticMode(TorchDispatchMode):
             if any(map(self.shadows.has, others)) or not schema(func).returns[0].is_write:
                 raise NoMeaning(f"{func} draws random numbers that depend on abstract ones")
             result = func(*args, **kwargs)  # drawn numbers are known
+            self.arithmetic.drawn.add(str(func))
             for target in targets:
                 self._write_known(target)
             return result

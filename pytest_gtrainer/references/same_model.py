@@ -145,10 +145,10 @@ def assert_same_model(
     before: Mapping[str, Tensor] = {}
     for kind in _CASTS:
         try:
-            before = before or _reference_now(models, mesh)
+            before = before or _reference_now(models, mesh).results()
             proof, idle = _proof_of(kind, models, mesh, loss_dims)
             if proof.kind == kind:
-                _check_reference_stays(before, _reference_now(models, mesh))
+                _check_reference_stays(before, _reference_now(models, mesh).results())
         except NoMeaning as error:
             proof = Proof("unknown", reason=str(error))
         if proof.kind in (kind, "unknown"):
@@ -162,6 +162,8 @@ def assert_same_model(
         says = "the parallel model is not the unsharded one"
         if callable(combine) and proof.kind == "another function":
             says += _said_of_combine(models, mesh)
+        if proof.kind == "another function":
+            says += _said_of_draws(models, mesh)
         if proof.kind == "unknown":
             says = "nobody knows whether the parallel model is the unsharded one"
         raise AnotherFunction(f"{says}\n{proof}", proof)
@@ -178,6 +180,18 @@ def _said_of_combine(models: Models, mesh: DeviceMesh | None) -> str:
         if _compare(_LAST, found, expected, mesh).kind == _LAST:
             return f': it takes the {combine} of the losses of ranks, as combine="{combine}" does'
     return ""
+
+
+def _said_of_draws(models: Models, mesh: DeviceMesh | None) -> str:
+    """Return that the step draws random numbers, which need not be the mistake; "" if not."""
+    drawn = _reference_now(models, mesh).drawn
+    if not drawn:
+        return ""
+    names = spell_some(sorted(drawn))
+    return (
+        f"\nthe step draws random numbers ({names}), and ranks draw others than the unsharded model: "
+        "call model.eval(), and look again"
+    )
 
 
 def _check_dims(mesh: DeviceMesh | None, dims: Sequence[str], argument: str) -> None:
@@ -226,12 +240,12 @@ def _check_local(models: Models, mesh: DeviceMesh | None) -> None:
                 raise ValueError(f"{said}: {fqn} has shape {shape}, and no dimension {dim}")
 
 
-def _reference_now(models: Models, mesh: DeviceMesh | None) -> Mapping[str, Tensor]:
+def _reference_now(models: Models, mesh: DeviceMesh | None) -> SideResults:
     """Return what the unsharded model makes in the field."""
     _, coordinates = data_coordinate(mesh, models.data_dims)
     mode = ArithmeticMode(Field(casts="opaque"))
     with torch.compiler.set_stance("force_eager"):
-        return models.run_reference(mode, coordinates, True).results()
+        return models.run_reference(mode, coordinates, True)
 
 
 def _check_reference_stays(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:

@@ -72,6 +72,7 @@ class SideResults:
         arithmetic: in which this side has run, if it was noted.
         reads: how many real numbers the model and its step have asked for.
         known: names of buffers, and of modules that are not registered: their numbers stay.
+        drawn: operators by which the step has drawn random numbers; of the reference alone.
         is_compiled: a module is compiled, and has run as it was before.
         parallel_dims: dimensions of the mesh along which the step of a rank communicates, or along
             which it has a part of a parameter.
@@ -93,6 +94,7 @@ class SideResults:
     arithmetic: Arithmetic | None = None
     reads: int = 0
     known: list[str] = field(default_factory=list)
+    drawn: set[str] = field(default_factory=set)
     is_compiled: bool = False
     parallel_dims: set[str] = field(default_factory=set)
 
@@ -148,10 +150,12 @@ class Models:
             for coordinate in range(coordinates):
                 inputs, total = self.inputs(elements, coordinate)
                 calls = side.calls[coordinate] = Calls()
+                mode.arithmetic.drawn.clear()  # what initialised weights, and made the batch
                 with (
                     calls.followed(model, partial(elements_of, mode)) if follows else nullcontext()
                 ):
                     loss = self.step(model, *inputs)
+                side.drawn |= mode.arithmetic.drawn
                 if not isinstance(loss, Tensor):
                     raise TypeError(
                         f"the step returns {_spell_type(loss)} for the reference: return the loss"

@@ -227,6 +227,32 @@ def test_a_reduction_that_nobody_makes_is_named(gt_mesh):
     assert failure.value.proof.first.result == "gradient of blocks.0.norm.weight"
 
 
+class Dropping(nn.Sequential):
+    def __init__(self, rate=0.5):
+        super().__init__(nn.Linear(4, 8), nn.Dropout(rate), nn.Linear(8, 4))
+
+
+@pytest.mark.gt_world("simulated", size=2, mesh={"tp": 2})
+def test_numbers_that_ranks_draw_otherwise_are_said(gt_mesh):
+    """Without the draws it is the same function: no plan is wrong."""
+
+    def parallel(mesh):
+        return parallelize_module(
+            Dropping(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        )
+
+    def check(step):
+        rows = (torch.randn(3, 4),)
+        assert_same_model(parallel, Dropping, step, lambda at: rows, mesh=gt_mesh, data_dims=())
+
+    with pytest.raises(AnotherFunction, match=r"the step draws random numbers \(aten\..*eval\(\)"):
+        check(lambda model, rows: model(rows).square().mean())
+    check(lambda model, rows: model.eval()(rows).square().mean())
+    with pytest.raises(AnotherFunction) as failure:
+        check(lambda model, rows: model.eval()(rows).square().mean() * (1 + dist.get_rank()))
+    assert "draws" not in str(failure.value)
+
+
 @pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=2, mesh={"dp": 1, "tp": 2})
 def test_a_mistake_along_tensors_is_told_with_its_parameter(gt_mesh):

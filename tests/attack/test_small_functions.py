@@ -524,6 +524,8 @@ def test_progress_is_said_every_two_seconds(monkeypatch):
         ((9, 5, {}, {}, []), None, 0, []),
         ((9, 5, {}, {}, []), KeyboardInterrupt, 130, ["interrupted"]),
         ((9, 5, {}, {}, ["x"]), None, 1, []),
+        ((50, 5, {}, {}, []), None, 0, []),
+        ((51, 5, {}, {}, []), None, 0, ["a_pass changed only 5 of 51 graphs: a model of your own"]),
         ((9, 5, {}, {}, ["x"]), KeyboardInterrupt, 1, ["interrupted"]),
         (
             (9, 5, {"no": 3}, {"why": 2}, []),

@@ -66,6 +66,16 @@ def test_what_is_no_record_is_one_sentence(records, tmp_path, capsys, edit, sent
     assert printed.count("\n") == 1
 
 
+def test_records_without_values_say_what_to_run_next(tmp_path, capsys):
+    for folder, options in (("a", {}), ("b", {"seed": 1}), ("c", {"values": True})):
+        train(1, tmp_path / folder, **options)
+    line = "next: record both with --values"
+    assert line in compare(capsys, tmp_path / "a", tmp_path / "b")[1]
+    train(1, tmp_path / "d", seed=1, values=True)
+    assert line not in compare(capsys, tmp_path / "c", tmp_path / "d")[1]
+    assert line not in compare(capsys, tmp_path / "a", tmp_path / "c")[1]
+
+
 def test_no_record_at_all(records, tmp_path, capsys):
     status, printed = compare(capsys, records / "a", tmp_path)
     assert (status, printed) == (2, f"{tmp_path} holds no record: no file rank0.jsonl\n")

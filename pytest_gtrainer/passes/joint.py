@@ -9,6 +9,7 @@ torchtitan's graph_trainer pass of the same name (pull requests 2934, 3590). Pay
 coverage of the plan are stricter here.
 """
 
+import difflib
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -256,6 +257,8 @@ def _bucket(
     if _is_already_bucketed(gm, [*gathers, *scatters], require_buckets):
         return False
     _check_plan(plan, gm, gathers, scatters, direction)
+    if direction is None:
+        _check_order(payload_order, gm, [*gathers, *scatters])
     _check_values([*gathers, *scatters])
 
     gathering = _merge_members(gm, plan, gathers, payload_order, direction)
@@ -392,6 +395,26 @@ def _explain_second_collective(
     if "gt_input" in source.meta:  # the tracer has classified it: it is a parameter
         return wrong + advice
     return f"{wrong}{advice}; {not_fsdp}"
+
+
+def _check_order(
+    order: PayloadOrder, gm: fx.GraphModule, members: Sequence[FsdpCollective]
+) -> None:
+    """Refuse a list of parameters with one that the graph does not have.
+
+    Raises:
+        PlanError: it has; the message names it.
+    """
+    if isinstance(order, str):
+        return
+    known = {member.parameter for member in members}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        known.add((node.meta.get("gt_input") or {}).get("fqn", node.name))
+    unknown = [fqn for fqn in order if fqn not in known]
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], known, n=1)
+        suggestion = f"; did you mean {close[0]!r}?" if close else ""
+        raise PlanError(f"payload_order: the graph has no parameter {unknown[0]!r}{suggestion}")
 
 
 def _merge_members(

@@ -88,6 +88,20 @@ def test_other_orders_are_other_payloads(joint, plan, order, first):
     assert payload.parameters[0] == f"layers.1.{first}"
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("layers.1.w3.weigth", "no parameter 'layers.1.w3.weigth'; did you mean 'layers.1.w3.wei"),
+        ("zz", "the graph has no parameter 'zz'$"),
+    ],
+)
+def test_an_order_by_hand_names_parameters_of_the_graph(joint, plan, name, words):
+    before = code_of(joint.gm)
+    with pytest.raises(PlanError, match=words):
+        joint_pass(joint.gm, bucket_plan=plan, payload_order=["layers.1.w3.weight", name])
+    assert code_of(joint.gm) == before
+
+
 def test_the_ranks_compare_how_long_a_bucket_is(joint, plan):
     """D14: of a single collective uneven shards may differ; buckets of two lengths would wait for
     each other.

@@ -104,8 +104,8 @@ def _fuzz(given: argparse.Namespace) -> int:
 
     if make is None and 10 * proven < fuzzer.tried:
         note(
-            f"{name} changed only {proven} of {fuzzer.tried} graphs: a model of your own has more of "
-            "what it looks for, --gt-model=my_models:tiny"
+            f"{name} changed only {proven} of {fuzzer.tried} graphs: a model of your own has more "
+            "of what it looks for, --gt-model=my_models:tiny"
         )
     if is_interrupted:
         return 130

@@ -407,7 +407,10 @@ class _Comparing:
         return [f"{letter}: {text}" for letter, text in zip("AB", texts, strict=True) if text]
 
     def _describe_losses(self) -> list[str]:
-        """Return a line on how far apart losses are: a bug may begin long after the first rounding."""
+        """Return a line on how far apart losses are.
+
+        A bug may begin long after the first rounding.
+        """
         apart: list[tuple[int, float]] = []
         for step in self.result.steps:
             a, b = _loss_of(self.a_steps[step]), _loss_of(self.b_steps[step])

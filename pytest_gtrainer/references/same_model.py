@@ -189,8 +189,8 @@ def _said_of_draws(models: Models, mesh: DeviceMesh | None) -> str:
         return ""
     names = spell_some(sorted(drawn))
     return (
-        f"\nthe step draws random numbers ({names}), and ranks draw others than the unsharded model: "
-        "call model.eval(), and look again"
+        f"\nthe step draws random numbers ({names}), and ranks draw others than the unsharded "
+        "model: call model.eval(), and look again"
     )
 
 

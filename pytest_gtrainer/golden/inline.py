@@ -5,7 +5,7 @@ the test has obtained. To *accept* it is to write the obtained text into the sou
 
 Each process sends its tests' expectations, met ones too, along with the reports (attribute
 ``gt_inline``). The process that all reports come to accepts those of passed tests once, at the end.
-A literal is found by the line of its call and by its value, so in another state of the file it is
+A literal is found by the place of its call and by its value, so in another state of the file it is
 not found.
 
 This relies on expecttest 0.3 and later: its classes and functions call ``assert_expected_inline``
@@ -23,6 +23,7 @@ import re
 import sys
 import tokenize
 import traceback
+import types
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
@@ -43,7 +44,7 @@ from pytest_gtrainer.golden.plugin import (
 ACCEPT_VARIABLE = "EXPECTTEST_ACCEPT"
 _SHOWN = 60
 _LINE_END = re.compile(rb"\r\n|\r|\n")
-LiteralKey = tuple[str, int, str]
+LiteralKey = tuple[str, int, str, int, int]
 _sessions: "list[InlinePlugin]" = []  # the pytest sessions of this process, the innermost last
 
 
@@ -55,11 +56,14 @@ class Expectation(NamedTuple):
     expected: str
     obtained: str
     digest: str  # of the file when it was imported
+    # Line and column behind the call; zeros if only its line is known.
+    end_line: int = 0
+    end_column: int = 0
 
     @property
     def literal(self) -> LiteralKey:
         """The key of its literal, the same however often the call runs."""
-        return self.file, self.line, self.expected
+        return self.file, self.line, self.expected, self.end_line, self.end_column
 
 
 def prepare(early_config: pytest.Config) -> None:
@@ -104,8 +108,10 @@ def ask_sessions() -> None:
         if not _sessions or not _sessions[-1].accepts:
             original(actual, expect, skip + 1, pos=pos, expect_filters=expect_filters, **others)
             return
+        end = (0, 0)
         if pos is None:
             caller = sys._getframe(1 + skip)
+            end = _end_of_call(caller)
             pos = expecttest.PositionInfo(caller.f_code.co_filename, caller.f_lineno)
         if expect_filters is not None:
             actual = expecttest.replace_many(expect_filters, actual)
@@ -116,12 +122,21 @@ def ask_sessions() -> None:
                 patch.delenv(ACCEPT_VARIABLE, raising=False)
                 original(actual, expect, pos=pos, **others)
         except AssertionError:
-            if not isinstance(actual, str) or not record(pos.filename, pos.lineno, expect, actual):
+            if not isinstance(actual, str) or not record(
+                pos.filename, pos.lineno, expect, actual, end
+            ):
                 raise
         else:
-            record(pos.filename, pos.lineno, expect, expect)
+            record(pos.filename, pos.lineno, expect, expect, end)
 
     expecttest.assert_expected_inline = assert_expected_inline
+
+
+def _end_of_call(caller: types.FrameType) -> tuple[int, int]:
+    """Return where the call that a frame is in ends in its source; zeros if nobody knows."""
+    positions = list(caller.f_code.co_positions())
+    _, line, _, column = positions[caller.f_lasti // 2]
+    return (line or 0, column or 0)
 
 
 def register(config: pytest.Config) -> None:
@@ -167,7 +182,9 @@ class InlinePlugin:
         finally:
             self._running = False
 
-    def record(self, file: str, line: int, expected: str, obtained: str) -> bool:
+    def record(
+        self, file: str, line: int, expected: str, obtained: str, end: tuple[int, int]
+    ) -> bool:
         """Keep an expectation of the running test; return False if its call has to fail."""
         __tracebackhide__ = True
         if not self._running:
@@ -185,7 +202,8 @@ class InlinePlugin:
         # A stack names a file by the path that it was imported from, which a link may be part of.
         root = Path(os.path.realpath(self.config.rootpath))
         shown = store.spell_path(Path(os.path.realpath(file)), root)
-        self._observed.append(Expectation(shown, line, expected, obtained, self._digests[file]))
+        digest = self._digests[file]
+        self._observed.append(Expectation(shown, line, expected, obtained, digest, *end))
         return True
 
     @pytest.hookimpl(wrapper=True)
@@ -386,7 +404,7 @@ def rewritten(source: bytes, edits: Iterable[Expectation]) -> tuple[bytes, dict[
     refused = {}
     for edit in edits:
         try:
-            literal = find_literal(calls, edit.line, edit.expected)
+            literal = find_literal(calls, edit)
             if literal in literals:
                 raise EditError(
                     "another expectation has the only literal there that reads as the old text"
@@ -435,26 +453,31 @@ def _dumped(tree: ast.AST) -> str:
     return ast.dump(tree)
 
 
-def find_literal(calls: Iterable[ast.Call], line: int, value: str) -> ast.Constant:
-    """Return the last literal with this ``value`` among the arguments of the call at ``line``.
+def find_literal(calls: Iterable[ast.Call], edit: Expectation) -> ast.Constant:
+    """Return the literal of the old text among the arguments of the call of an expectation.
 
-    Of calls that span the line and have such a literal, it is the outermost that begins last.
-    ``calls`` are in the order of ``ast.walk``, outer before inner.
+    If only the line of the call is known, it is the last one of the outermost call there that has
+    one and begins last. ``calls`` are in the order of ``ast.walk``, outer before inner.
 
     Raises:
-        EditError: there is no such literal, or two calls have one.
+        EditError: there is no such literal, or there are two.
     """
+    spanning = [call for call in calls if call.lineno <= edit.line <= (call.end_lineno or 0)]
+    end = edit.end_line, edit.end_column
+    known = [call for call in spanning if (call.end_lineno, call.end_col_offset) == end]
     found = []
-    for call in calls:
-        if not call.lineno <= line <= (call.end_lineno or 0):
-            continue
+    for call in known or spanning:
         literals = []
         for node in [*call.args, *(keyword.value for keyword in call.keywords)]:
             if not isinstance(node, ast.Constant):
                 continue
             # Under ``python -bb`` comparing bytes with a string raises, so the type comes first.
-            if isinstance(node.value, str) and node.value == value:
+            if isinstance(node.value, str) and node.value == edit.expected:
                 literals.append(node)
+        if known and len(literals) > 1:
+            raise EditError(
+                "several arguments there read as the old expectation: give it another text first"
+            )
         if literals:
             found.append((call, max(literals, key=lambda node: (node.lineno, node.col_offset))))
 

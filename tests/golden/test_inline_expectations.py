@@ -385,6 +385,36 @@ def test_fine(): same("new", """old""")
     )
 
 
+BESIDE = (
+    HEAD
+    + '''
+WANT = ""
+def text(): return "torch.sin x"
+def run(call, label=""): call()
+def helper(value, want, name=None): same(value, want, skip=1)
+def test_elsewhere(): same(text().replace("torch.", ""), WANT)
+@pytest.mark.parametrize("want", [""])
+def test_parameter(want): helper(text().strip(""), want)
+def test_lambda(): run(lambda: same(text(), """"""), "")
+def test_two(): same(text(), """"""), same("second", """""")
+def test_broken():
+    assert helper(
+        text().strip(""), want="""""",
+    ) is None
+def test_name(): helper(text(), "", name="")
+'''
+)
+
+
+def test_only_the_literal_of_the_call_itself_is_written(run_file, source):
+    """An expectation that is no literal of the call beside an equal one that is of another call."""
+    result = run_file(BESIDE, UPDATE)
+    result.assert_outcomes(passed=6, errors=3)
+    text = BESIDE.replace('same(text(), """""")', 'same(text(), """torch.sin x""")')
+    text = text.replace('same("second", """""")', 'same("second", """second""")')
+    assert source() == text.replace('want=""""""', 'want="""torch.sin x"""')
+
+
 def test_a_run_inside_a_run_accepts_only_by_its_own_flag(run, run_file, pytester):
     """A test of somebody's plugin: its pytest runs are in this process."""
     pytester.makeconftest("pytest_plugins = ['pytester']")

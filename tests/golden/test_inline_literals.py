@@ -182,4 +182,45 @@ def test_the_new_source_gives_the_new_texts_and_nothing_else_changes(cases):
 
 def test_the_literal_is_that_of_the_outermost_call():
     call = ast.parse("same(f('a', 'b'), 'b')", mode="eval").body
-    assert find_literal([call, call.args[0]], 1, "b").col_offset == 18
+    assert find_literal([call, call.args[0]], wanted(1, "b", "")).col_offset == 18
+
+
+def wanted_in(source: str, call: str) -> Expectation:
+    """The expectation of an empty text by the call in ``source`` that is spelled ``call``."""
+    end = len(source[: source.index(call)].encode()) + len(call)
+    return Expectation("", 1, "", "new", "", 1, end)
+
+
+@pytest.mark.parametrize(
+    ("source", "call"),
+    [
+        ("same(text().replace('x', ''), WANT)", "same(text().replace('x', ''), WANT)"),
+        ("same(re.sub('x', '', text()), want)", "same(re.sub('x', '', text()), want)"),
+        ("same(text().strip(''), want=WANT)", "same(text().strip(''), want=WANT)"),
+        ("run(lambda: same(text(), WANT), '')", "same(text(), WANT)"),
+    ],
+)
+def test_an_equal_literal_of_another_call_is_left_alone(source, call):
+    edit = wanted_in(source, call)
+    assert rewritten(source.encode(), [edit]) == (source.encode(), {edit: NOWHERE})
+
+
+@pytest.mark.parametrize(
+    ("source", "call", "written"),
+    [
+        ("run(lambda: same(x, ''), '')", "same(x, '')", 'same(x, """new""")'),
+        ("same(f(['']), '')", "same(f(['']), '')", 'same(f([\'\']), """new""")'),
+        ("same(x, ''), same(y, '')", "same(y, '')", 'same(y, """new""")'),
+        ("ü, same(x, '')", "same(x, '')", 'same(x, """new""")'),
+    ],
+)
+def test_the_literal_is_that_of_the_call_that_ran(source, call, written):
+    assert after(source, wanted_in(source, call)) == source.replace(call, written)
+
+
+def test_a_call_with_two_literals_that_read_alike_is_refused():
+    source = "check(text(), '', name='')"
+    edit = wanted_in(source, source)
+    new, refused = rewritten(source.encode(), [edit])
+    assert new == source.encode()
+    assert "several arguments there read as the old expectation" in refused[edit]

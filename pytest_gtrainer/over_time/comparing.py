@@ -451,6 +451,9 @@ class _Comparing:
         found, number = [], 0
         for name in {**a, **b}:
             if self.rounds and self._is_rounded(step, phase, name):
+                difference = _disagreement(step, phase, name, a.get(name, {}), b.get(name, {}))
+                if difference is not None:
+                    found.append(difference)
                 reason = "because it is rounded otherwise on other ranks"
                 self.skipped.setdefault(reason, set()).add(phase)
                 continue
@@ -588,6 +591,9 @@ def _compare_values(step: int, phase: str, name: str, a: Values, b: Values) -> D
 
     a_whole, b_whole = whole_of(a), whole_of(b)
     if a_whole is None or b_whole is None:
+        difference = _disagreement(step, phase, name, a, b)
+        if difference is not None:
+            return difference
         raise _NotComparable("because each rank has its own and the ranks are others")
     if a_whole == b_whole:
         return None
@@ -604,6 +610,34 @@ def _loss_of(phases: Mapping[str, Mapping[str, Values]]) -> float | None:
         return None
     total = sum(map(float, numbers))
     return total if isfinite(total) else None
+
+
+def _disagreement(step: int, phase: str, name: str, a: Values, b: Values) -> Difference | None:
+    """Return that replicas of one side have other values, where those of the other side agree.
+
+    Before the optimiser takes them, ranks may have gradients of their own.
+    """
+    if phase not in ("load", "clip", "optimiser"):
+        return None
+    in_a, in_b = _ranks_that_disagree(a), _ranks_that_disagree(b)
+    if bool(in_a) == bool(in_b):
+        return None
+    letter, ranks = ("A", in_a) if in_a else ("B", in_b)
+    return Difference(step, phase, name, ranks, f"other values than on other ranks of {letter}")
+
+
+def _ranks_that_disagree(values: Values) -> tuple[int, ...]:
+    """Return the ranks that hold a part which a rank before them holds with other values."""
+    parts: dict[Any, list[str]] = {}
+    ranks = []
+    for rank, entries in sorted(values.items()):
+        kinds = [str(entry.part) for entry in entries]
+        if any(kind in ("partial", "rows", UNRECORDED) for kind in kinds):
+            return ()
+        numbers = [str(entry.numbers) for entry in entries]
+        if parts.setdefault(tuple(kinds), numbers) != numbers:
+            ranks.append(rank)
+    return tuple(ranks)
 
 
 def _is_finite(values: Values) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pytest_gtrainer import record_training
-from pytest_gtrainer.over_time.comparing import compare_runs, whole_of
+from pytest_gtrainer.over_time.comparing import _disagreement, compare_runs, whole_of
 from pytest_gtrainer.over_time.files import FORMAT, VERSION, Entry, read_run
 from tests.over_time.test_recording import train
 from tests.over_time.trainers import compare
@@ -558,3 +558,64 @@ def test_all_differences_are_listed_on_request(tmp_path, capsys):
     _, printed = compare(capsys, tmp_path / "a", tmp_path / "b", "--all")
     assert "--all" not in printed
     assert "step 0, clip: 4.weight, rank 0" in printed
+
+
+def held(*numbers, part=None):
+    """What each rank has recorded of one tensor."""
+    return {rank: [Entry((number,), "f32", (2,), part)] for rank, number in enumerate(numbers)}
+
+
+def sharded(*numbers):
+    """Two shards, each on two ranks."""
+    return {
+        rank: [Entry((number,), "f32", (4,), ((rank % 2 * 2,), (2,)))]
+        for rank, number in enumerate(numbers)
+    }
+
+
+@pytest.mark.parametrize("phase", ["load", "clip", "optimiser"])
+@pytest.mark.parametrize(
+    ("values", "ranks"),
+    [
+        (held("1", "2"), (1,)),
+        (held("1", "1", "2"), (2,)),
+        (held("1", "2", "1", "2"), (1, 3)),
+        (sharded("1", "2", "1", "3"), (3,)),
+        (held("1", "1"), ()),
+        (sharded("1", "2", "1", "2"), ()),
+        (held("1", "2", part="partial"), ()),
+        (held("1", "2", part="rows"), ()),
+    ],
+)
+def test_replicas_that_disagree_on_other_ranks(phase, values, ranks):
+    """Z2: weights, moments and clipped gradients are no rank's own; what both have so, is."""
+    alone = held("1")
+    found = _disagreement(3, phase, "w", alone, values)
+    assert (found.ranks if found else ()) == ranks
+    back = _disagreement(3, phase, "w", values, alone)
+    assert (back.ranks if back else ()) == ranks
+    if ranks:
+        assert found.words == "other values than on other ranks of B"
+        assert back.words == "other values than on other ranks of A"
+    assert _disagreement(3, phase, "w", held("1", "2"), held("3", "4", "5")) is None
+    assert _disagreement(3, "gradient", "w", alone, values) is None
+    assert _disagreement(3, "loss", "w", alone, values) is None
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_ranks_that_drift_apart_are_told(tmp_path, rounds):
+    """Z2: a reduction of gradients is forgotten on two ranks, beside a run on one."""
+    for folder, scale in (("a", 1), ("b", 1), ("other", 2)):
+        train(2, tmp_path / folder, nudge=slice(0, scale) if folder == "other" else None)
+    shutil.copy(tmp_path / "other" / "rank0.jsonl", tmp_path / "b" / "rank1.jsonl")
+    two = tmp_path / "b"
+    for rank in range(2):
+        path = two / f"rank{rank}.jsonl"
+        first, *lines = path.read_text().splitlines(keepends=True)
+        own = json.loads(first) | {"rank": rank, "world_size": 2}
+        path.write_text(json.dumps(own) + "\n" + "".join(lines))
+    result = compare_runs(read_run(tmp_path / "a"), read_run(two), rounds=rounds)
+    assert result.status == 1
+    assert str(result.differences[0]) == (
+        "step 1, clip: 0.weight, rank 1: other values than on other ranks of B"
+    )

@@ -71,7 +71,8 @@ def assert_resumes(
         bound: with other worlds, which round sums otherwise: how far a weight may be after the last
             step, relative to the largest element of its tensor. What is loaded, data and options
             must have the same bits there, too.
-        unseen: names of pieces that no step depends on, as a counter that is only printed.
+        unseen: names of pieces that no step depends on, as a counter that is only printed; the name
+            of an object, ``"metrics"``, stands for all pieces in it.
 
     Returns:
         The comparison, with the number of values that were compared, and in ``dropped`` the first
@@ -123,7 +124,7 @@ def assert_resumes(
                 result.dropped[name] = ", ".join(map(str, comparison.differences[:1]))
             elif name in seen_at_end:
                 result.dropped[name] = f"{name} after the last step"
-            elif name not in unseen:
+            elif not _is_among(name, unseen):
                 faults.append(
                     f"a trainer that was loaded without {name} is equal, so this check does "
                     "not see that piece: take more steps, or name a module in beside; if no step "
@@ -135,9 +136,14 @@ def assert_resumes(
     return result
 
 
+def _is_among(name: str, unseen: Sequence[str]) -> bool:
+    """Return whether a piece, or an object that it is in, is named."""
+    return any(f"{name}.".startswith((f"{each}.", f"{each}[")) for each in unseen)
+
+
 def _refuse_forgotten(forgotten: Sequence[tuple[str, str]], unseen: Sequence[str]) -> None:
     """Fail if a piece was forgotten; ``forgotten`` are names of pieces, each with a place in it."""
-    left = [each for each in forgotten if each[0] not in unseen]
+    left = [each for each in forgotten if not _is_among(each[0], unseen)]
     if not left:
         return
     names = [name + place for name, place in left]

@@ -598,6 +598,9 @@ def test_pieces_that_were_forgotten_are_named_in_order(names, more):
         _refuse_forgotten([(name, "") for name in sorted(names)], ["z"])
     _refuse_forgotten([], [])
     _refuse_forgotten([("a", "[0]"), ("a", "[1]")], ["a"])
+    _refuse_forgotten([("timer.begun", ""), ("timer.lap.last", ""), ("timer[0].x", "")], ["timer"])
+    with pytest.raises(NotResumed, match="timers of the trainer"):
+        _refuse_forgotten([("timers", ""), ("timer.begun", "")], ["timer"])
     with pytest.raises(NotResumed, match=r"b\[1\] of the trainer .*, and so are c: .*=\['b'\]"):
         _refuse_forgotten([("a", "[0]"), ("b", "[1]"), ("c", "")], ["a"])
 

@@ -121,11 +121,11 @@ def check(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
         try:
             result = function(*args, **kwargs)
         except Exception as error:
-            emit("check", name=function.__name__, held=False)
+            emit("check", name=function.__qualname__, held=False)
             if _noting:
                 _noting[-1](error)
             raise
-        emit("check", name=function.__name__, held=True)
+        emit("check", name=function.__qualname__, held=True)
         return result
 
     return checked

@@ -22,6 +22,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 # A test that hangs would take the whole table with it.
 LIMIT = 900
+_NOTHING_SELECTED = 5
 # Classes that start processes of their own, which no option reaches: on_worlds/ gives them worlds.
 _STARTS_PROCESSES = (
     *("TestTraceFSDP", "TestTraceContextParallel", "TestAutogradGradVsBackwardFSDP"),
@@ -30,7 +31,7 @@ _STARTS_PROCESSES = (
     "GraphPPFSDPCollectiveSplitDsv3Test",
 )
 _OWN_PROCESSES = " or ".join(_STARTS_PROCESSES)
-_ALONE = ["-k", f"not ({_OWN_PROCESSES})"]
+_ALONE = f"not ({_OWN_PROCESSES})"
 # FlexAttention, expert parallelism, CUDA graphs, numbers of memory, a module that torch lacks.
 _WANTS_MEANS = (
     "FlexAttn or TestTraceModels or block_mask or real_dsv3 or SACPeak or precompile_vs_trace "
@@ -41,27 +42,36 @@ _CUDA = ["--gt-cuda-as=cpu", "--gt-gpus=8"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Options of pytest, and which files: parts of names of torchtitan's, or ours below a folder."""
+    """Options of pytest, which tests, and which files: torchtitan's, or ours below a folder."""
 
     options: list[str]
     only: tuple[str, ...] = ("",)
     ours: bool = False
+    select: str = ""
 
 
 # "beside" is for tests/test_outcomes.py: the table needs no run of it.
 RUNS = {
     "asis": Run(["-p", "no:gtrainer"]),
-    "beside": Run(_ALONE),
+    "beside": Run([], select=_ALONE),
     "cuda": Run(
-        [*_CUDA, "-k", f"not ({_OWN_PROCESSES} or {_WANTS_MEANS})"],
+        _CUDA,
         ("trace_module", "precompile", "bitwise"),
+        select=f"not ({_OWN_PROCESSES} or {_WANTS_MEANS})",
     ),
     "fake-tensors": Run(["--gt-gpus=8"], ("cpu_offload", "precompile"), ours=True),
     "means": Run(
-        [*_CUDA, "-p", "means", "-k", f"({_WANTS_MEANS}) and not ({_OWN_PROCESSES})"],
+        [*_CUDA, "-p", "means"],
         ("trace_module", "bitwise", "graph_pp_passes", "sac_peak", "profiler"),
+        select=f"({_WANTS_MEANS}) and {_ALONE}",
     ),
     "worlds": Run(_CUDA, ("passes", "numerics", "trace_module"), ours=True),
+}
+# Files that take longer than LIMIT, run in parts: of each, a part of the names of its tests.
+PARTS = {
+    "test_bitwise_deterministic.py": (
+        *("Llama3Bit", "Llama3Flex", "DSv3Bit", "DSv3Flex", "Qwen3MoEBit", "Qwen3MoEFlex"),
+    ),
 }
 
 
@@ -73,16 +83,21 @@ def folder() -> Path:
     return Path(spec.submodule_search_locations[0], "experiments", "graph_trainer", "tests")
 
 
-def run_file(file: Path, out: Path, options: list[str]) -> dict[str, dict[str, object]]:
-    """Run one file; a run that dies or hangs is an outcome of the file."""
-    outcomes = out.with_name(f"{out.name}.{file.stem}.json")
+def run_file(file: Path, out: Path, what: Run, part: str = "") -> dict[str, dict[str, object]]:
+    """Run one file, or the tests of it whose names have a ``part``.
+
+    ``out`` is a name: with ``.json`` and ``.log`` it is what the run writes. A run that dies or
+    hangs is an outcome of the file.
+    """
+    select = " and ".join(f"({words})" for words in (what.select, part) if words)
+    outcomes = out.with_name(f"{out.name}.json")
     command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", "--rootdir=.", "-q"]
     command += ["--confcutdir=.", "-p", "no:cacheprovider", "-p", "outcomes"]
-    command += ["--tb=short", "--outcomes", str(outcomes), *options, str(file)]
+    command += ["--tb=short", "--outcomes", str(outcomes), "-k", select, *what.options, str(file)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     try:
-        with out.with_name(f"{out.name}.{file.stem}.log").open("w") as log:
-            subprocess.run(
+        with out.with_name(f"{out.name}.log").open("w") as log:
+            process = subprocess.run(
                 command,
                 cwd=HERE,
                 env=environment,
@@ -91,6 +106,8 @@ def run_file(file: Path, out: Path, options: list[str]) -> dict[str, dict[str, o
                 timeout=LIMIT,
                 check=False,
             )
+        if process.returncode == _NOTHING_SELECTED:
+            return {}
         end = "no test was run"
     except subprocess.TimeoutExpired:
         end = f"not done in {LIMIT} s"
@@ -129,16 +146,20 @@ def run(name: str, out: Path, jobs: int) -> dict[str, dict]:
         if any(part in file.name for part in what.only)
     ]
 
-    def outcomes_of(file: Path) -> dict[str, dict]:
-        kept = folder_of_run / f"{file.stem}.json"
+    parts = [(file, part) for file in files for part in PARTS.get(file.name, ("",))]
+
+    def outcomes_of(file_and_part: tuple[Path, str]) -> dict[str, dict]:
+        file, part = file_and_part
+        name = f"{file.stem}.{part}".removesuffix(".")
+        kept = folder_of_run / f"{name}.json"
         if not kept.exists():
-            found = run_file(file, folder_of_run / "run", what.options)
+            found = run_file(file, folder_of_run / f"run.{name}", what, part)
             kept.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
         return json.loads(kept.read_text())
 
     found = {}
     with ThreadPoolExecutor(jobs) as pool:
-        for outcomes in pool.map(outcomes_of, files):
+        for outcomes in pool.map(outcomes_of, parts):
             found.update(outcomes)
     return found
 

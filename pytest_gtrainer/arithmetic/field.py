@@ -404,14 +404,27 @@ class Field(Arithmetic):
 
     def _pow(self, call: Call) -> Any:
         base, exponent = call.args
-        if isinstance(exponent, Tensor) and exponent.numel() and exponent.unique().numel() == 1:
-            exponent = exponent.reshape(-1)[0].item()
-        if not isinstance(exponent, int | float) or not isinstance(base, Value):
+        if not isinstance(base, Value):
             return NotImplemented
+        if isinstance(exponent, int | float):
+            return self._power(base.elements, exponent)
+        numbers = exponent.unique().tolist() if isinstance(exponent, Tensor) else []
+        if not 0 < len(numbers) <= FEW_NUMBERS:
+            return NotImplemented
+        elements, exponents = torch.broadcast_tensors(base.elements, exponent)
+        result = elements
+        for number in numbers:
+            power = self._power(elements, number)
+            if power is NotImplemented:
+                return NotImplemented
+            result = torch.where(exponents == number, power, result)
+        return result
+
+    def _power(self, elements: Elements, exponent: float) -> Any:
+        """Return a whole power, or one of a square root; ``NotImplemented`` for others."""
         doubled = 2 * exponent
         if not float(doubled).is_integer() or abs(doubled) > 64:
             return NotImplemented
-        elements = base.elements
         if int(doubled) % 2:
             return self._root_to_the(int(doubled), elements)
         result = self.prime.power(elements, int(abs(exponent)))

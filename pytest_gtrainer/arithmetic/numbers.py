@@ -12,7 +12,7 @@ from torch import Tensor
 from pytest_gtrainer._torch.random_states import without_modes
 from pytest_gtrainer.arithmetic import hashing
 from pytest_gtrainer.arithmetic.base import Arithmetic, Call, Elements, mapped
-from pytest_gtrainer.arithmetic.operators import CASTS, ROUND_NOTHING
+from pytest_gtrainer.arithmetic.operators import CASTS, ROUND_NOTHING, SORTS
 from pytest_gtrainer.arithmetic.values import NoMeaning, Value
 from pytest_gtrainer.graph.nodes import tensors_in
 
@@ -32,6 +32,8 @@ class Numbers(Arithmetic):
             program shows how many digits its cancellations leave.
         calls: how many operators have run.
         largest: the largest number of all inputs.
+        chose_of_equals: a sort or a choice had equal numbers before it, as the sigmoid of large
+            numbers is 1: which of them comes first says nothing.
     """
 
     kind = "numbers"
@@ -42,6 +44,7 @@ class Numbers(Arithmetic):
         self.is_shaken, self.keeps_digits = is_shaken, keeps_digits
         self.calls = 0
         self.largest = 0.0
+        self.chose_of_equals = False
 
     def settings(self) -> tuple[Any, ...]:
         return (*super().settings(), self.is_shaken)
@@ -107,6 +110,8 @@ class Numbers(Arithmetic):
         self.calls += 1
         if call.base in CASTS and call.result.is_floating_point():
             self.coarsest = max(self.coarsest, torch.finfo(call.result.dtype).eps)
+        if call.base in SORTS and isinstance(call.args[0], Value):
+            self.chose_of_equals = self.chose_of_equals or _has_equals(call)
         named = call.named
         args, kwargs = mapped(_in_float64, (tuple(call.args), dict(call.kwargs)))
         if "eps" in named and named["eps"] is None:
@@ -124,6 +129,15 @@ class Numbers(Arithmetic):
                     each = _shaken(each, hashing.of_name("digit", call.base))
             results.append(each)
         return results
+
+
+def _has_equals(call: Call) -> bool:
+    """Return whether a row that is sorted has equal numbers."""
+    numbers = numbers_of(call.args[0].elements)
+    dim = call.named.get("dim")
+    rows = numbers.reshape(-1) if dim is None or not numbers.ndim else numbers.movedim(dim, -1)
+    ordered = rows.sort(-1)[0]
+    return bool((ordered[..., 1:] == ordered[..., :-1]).any())
 
 
 def _shaken(elements: Elements, seed: int) -> Elements:

@@ -119,7 +119,8 @@ Of numbers that are ``shaken`` it compares each side with itself.
 def agreement(compare: Compare, *, decides: bool) -> str:
     """Say how closely both sides agree for the numbers of many draws; "" if they do not.
 
-    A draw of which rounding leaves too few digits says nothing, as one that overflows.
+    A draw of which rounding leaves too few digits says nothing, as one that overflows, and one in
+    which a program chooses among equal numbers, as saturated ones are.
 
     Args:
         compare: as above.
@@ -134,7 +135,9 @@ def agreement(compare: Compare, *, decides: bool) -> str:
             found = compare(numbers)
             if not found.agrees and numbers.has_digits:
                 found = compare(Numbers(draw, keeps_digits=True))
-            is_noise = not found.agrees and found.is_noise(compare(Numbers(draw, is_shaken=True)))
+            is_noise = not found.agrees and (
+                numbers.chose_of_equals or found.is_noise(compare(Numbers(draw, is_shaken=True)))
+            )
         except NoMeaning:
             return ""
         if not found.agrees and not is_noise:

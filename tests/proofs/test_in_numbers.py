@@ -114,6 +114,13 @@ PROVEN = {
     ),
     "clipping": (clipped, clipped_by_hand, nn.Linear(6, 2), X),
     "AdamW": (adamw, adamw_by_hand, nn.Linear(6, 2), X),
+    "powers of a list": (
+        lambda x: x ** torch.tensor([0.0, 1.0, 2.0, 3.0, 0.5, -1.0]),
+        lambda x: torch.stack(
+            [x[:, 0] * 0 + 1, x[:, 1], x[:, 2] ** 2, x[:, 3] ** 3, x[:, 4].sqrt(), 1 / x[:, 5]], 1
+        ),
+        POSITIVE,
+    ),
     "a known zero": (lambda x: (x * 2, x * 0), lambda x: (x * 2, torch.zeros_like(x)), X),
 }
 
@@ -136,6 +143,11 @@ AGREE = {
     "the larger of two": (
         lambda x: torch.maximum(x, 0.25 * x),
         lambda x: F.leaky_relu(x, 0.25),
+        X,
+    ),
+    "the largest scores, of which large ones are all 1": (
+        lambda x: x.gather(1, x.sigmoid().topk(2)[1]),
+        lambda x: x.gather(1, x.topk(2)[1]),
         X,
     ),
 }
@@ -232,6 +244,10 @@ SMALL = {
     "a sign in one element": (
         lambda x: torch.cat([x[:-1], x[-1:].abs()]).exp(),
         torch.exp,
+    ),
+    "other scores, of which large ones are all 1": (
+        lambda x: x.gather(1, x.sigmoid().topk(2)[1]),
+        lambda x: x.gather(1, x.abs().sigmoid().topk(2)[1]),
     ),
     "a known number": (lambda x: (x + 1, torch.tensor(-0.0)), lambda x: (x + 1, torch.tensor(0.0))),
 }

@@ -1,8 +1,10 @@
-"""The surroundings of a run: the version of torch, environment variables, folders of the user.
+"""The surroundings of a run: the version of torch, environment variables, folders of the user, and
+Python's garbage collector.
 
 Imports no torch.
 """
 
+import gc
 import os
 import re
 import stat
@@ -34,6 +36,22 @@ def variable(name: str, value: str) -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = before
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Collect no garbage inside, where many objects are made that stay.
+
+    The nodes of a large graph, and what is noted of each, are such objects: a collection visits all
+    of them and frees nothing.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def lasting_environment() -> dict[str, str]:

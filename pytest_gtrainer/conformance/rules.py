@@ -49,6 +49,7 @@ from pytest_gtrainer.conformance.recipes import (
     mesh_of,
     step,
 )
+from pytest_gtrainer.environment import collector_off
 from pytest_gtrainer.facts import counted
 from pytest_gtrainer.golden.compare import difference
 from pytest_gtrainer.graph.bucket_plan import Plan
@@ -86,7 +87,6 @@ from pytest_gtrainer.references.eager import eager_bucket_layout, shard_eagerly
 from pytest_gtrainer.references.parity import assert_parity
 from pytest_gtrainer.report.timeline import CostModel, timeline
 from pytest_gtrainer.testing.running import NothingShows, assert_same_values, sample
-from pytest_gtrainer.tracing.step import collector_off
 from pytest_gtrainer.worlds.fake import fake_world
 from pytest_gtrainer.worlds.simulated import VacuousCheck
 from pytest_gtrainer.worlds.simulated.interpreter import PerRank, RankGraph

@@ -5,7 +5,7 @@ large, so they are drawn below the extents that they index.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, fx
@@ -42,6 +42,32 @@ def draw_inputs(gm: fx.GraphModule, seed: int) -> list[Any]:
             made.append(value)
 
     return made
+
+
+class DrawnInputs(Sequence[list[Any]]):
+    """Inputs of each rank, drawn when they are read: where ranks are alike only one's are."""
+
+    def __init__(self, gm: fx.GraphModule, size: int) -> None:
+        self._gm, self._size = gm, size
+        self._made: dict[int, list[Any]] = {}
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, rank: int) -> list[Any]: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> list[list[Any]]: ...
+
+    def __getitem__(self, rank: int | slice) -> list[Any]:
+        if isinstance(rank, slice):
+            return [self[each] for each in range(*rank.indices(self._size))]
+        if not 0 <= rank < self._size:
+            raise IndexError(f"rank {rank} of {self._size}")
+        if rank not in self._made:
+            self._made[rank] = draw_inputs(self._gm, seed=rank)
+        return self._made[rank]
 
 
 def describe_integers(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:

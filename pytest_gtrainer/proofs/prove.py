@@ -60,7 +60,7 @@ from pytest_gtrainer.proofs.in_numbers import (
     largest,
     says_unchecked,
 )
-from pytest_gtrainer.proofs.inputs import describe_integers, draw_inputs
+from pytest_gtrainer.proofs.inputs import DrawnInputs, describe_integers, draw_inputs
 from pytest_gtrainer.proofs.on_ranks import GraphOnRanks
 from pytest_gtrainer.proofs.origin import AllElements, Trail
 from pytest_gtrainer.proofs.programs import (
@@ -556,10 +556,12 @@ def _one_rank_for_all(programs: Sequence[Program], *, is_drawn: bool) -> list[On
     return found
 
 
-def _inputs_of_ranks(gm: fx.GraphModule, inputs: Any, size: int) -> tuple[list[Sequence[Any]], str]:
+def _inputs_of_ranks(
+    gm: fx.GraphModule, inputs: Any, size: int
+) -> tuple[Sequence[Sequence[Any]], str]:
     if inputs is None:
-        drawn = [draw_inputs(gm, seed=rank) for rank in range(size)]
-        return [*drawn], describe_integers(gm, drawn[0])
+        drawn = DrawnInputs(gm, size)
+        return drawn, describe_integers(gm, drawn[0])
     if callable(inputs):
         inputs = map(inputs, range(size))
     of_ranks = list(inputs)

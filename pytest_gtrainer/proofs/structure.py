@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from pytest_gtrainer._torch.values import OpOverload
 from pytest_gtrainer.arithmetic.operators import UNINITIALISED, base_name
+from pytest_gtrainer.environment import collector_off
 from pytest_gtrainer.graph.collectives import launches
 from pytest_gtrainer.graph.nodes import is_random, mutates, value_of
 from pytest_gtrainer.proofs.proof import Proof
@@ -85,7 +86,8 @@ def prove_by_structure(
         return None
     table: dict[Any, int] = {}
     try:
-        sides = [_number(gm, table) for gm in graphs]
+        with collector_off():
+            sides = [_number(gm, table) for gm in graphs]
         if not all(_says_something(side) for side in sides):
             return None
         pairs = list(_where_they_part(*sides))

@@ -10,7 +10,6 @@ Metadata, besides what ``graph.nodes`` names:
 """
 
 import copy
-import gc
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +44,7 @@ from pytest_gtrainer._torch.values import (
     pytree,
     strides_that_count,
 )
+from pytest_gtrainer.environment import collector_off
 from pytest_gtrainer.facts import long_work
 from pytest_gtrainer.graph.bucket_plan import managed_order_of, tied_parameters
 from pytest_gtrainer.graph.nodes import (
@@ -641,20 +641,6 @@ class Tracing:
         output.meta["gt_managed_order"] = tuple(managed_order_of(self.model))
         output.meta["gt_tied"] = tied_parameters(self.model)
         output.meta[GATHERS_ONCE] = self.reuse_gathers
-
-
-@contextmanager
-def collector_off() -> Iterator[None]:
-    """Collect no garbage inside: a trace makes many objects that stay, and each collection visits
-    all of them.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _refuse_partial(loss: torch.Tensor) -> None:

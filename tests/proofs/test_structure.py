@@ -1,13 +1,16 @@
 """Of two large graphs only what they do not share has to run."""
 
+import gc
+
 import pytest
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pytest_gtrainer import NetModel, prove
+from pytest_gtrainer.proofs import inputs, structure
 from pytest_gtrainer.proofs import prove as proving
-from pytest_gtrainer.proofs import structure
+from pytest_gtrainer.proofs.inputs import draw_inputs
 from pytest_gtrainer.proofs.structure import prove_by_structure
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -194,3 +197,36 @@ def test_collectives_of_a_part_are_those_of_the_world(ran):
     join.args = ([*parts[1::-1], *parts[2:]],)
     assert prove(wrong, expected, world=NET).kind == "another function"
     assert not proof.assumes
+
+
+@pytest.mark.parametrize("function", [layers, lambda x, w: (x.add_(1), x @ w)])
+def test_the_collector_is_off_only_while_nodes_are_numbered(function, monkeypatch):
+    was_on = []
+    number = structure._number
+
+    def watched(*args):
+        was_on.append(gc.isenabled())
+        return number(*args)
+
+    monkeypatch.setattr(structure, "_number", watched)
+    gm = graph(function, X.clone(), W)
+    assert prove(gm, gm, inputs=(X, W)).kind == "identical"
+    assert was_on[0] is False
+    assert gc.isenabled()
+
+
+def test_inputs_are_drawn_for_ranks_that_run(monkeypatch):
+    drawn = []
+
+    def counted(gm, seed):
+        drawn.append(seed)
+        return draw_inputs(gm, seed)
+
+    monkeypatch.setattr(inputs, "draw_inputs", counted)
+    same, other = graph(layers), graph(lambda x, w: (x.sin(), x.sum()))
+    assert prove(same, same, world=NET).compared == 4 * 2
+    assert drawn == [0]  # to say what was drawn
+    assert prove(same, other, world=NET).kind == "another function"
+    assert set(drawn) == {0, 1, 2, 3}
+    with pytest.raises(IndexError, match="rank 4 of 4"):
+        inputs.DrawnInputs(same, 4)[4]

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer._torch.wrapped_modules import name_without_wrappers
 from pytest_gtrainer.arithmetic.prime import P, Prime
+from pytest_gtrainer.facts import spell_some
 from pytest_gtrainer.proofs.prove import common_factor
 
 Placement: TypeAlias = tuple[tuple[str, int], ...]
@@ -32,9 +33,11 @@ _MOST_NAMES = 3
 class Calls:
     """The elements that modules have returned, by FQN, and the gradients of these, in their order.
 
-    Of a module that returns several tensors each has a name, with its place in brackets.
+    Of a module that returns several tensors each has a name, with its place in brackets. Inputs
+    are the tensors that a module was given by position.
     """
 
+    inputs: dict[str, list[Tensor]] = field(default_factory=dict)
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
     gradients: dict[str, list[Tensor]] = field(default_factory=dict)
 
@@ -46,9 +49,12 @@ class Calls:
             into.setdefault(name, []).append(elements_of(tensor))
 
         def hook(fqn: str, module: nn.Module, given: Any, output: Any) -> None:
+            inputs = [each for each in given if _is_followed(each)]
+            for place, each in enumerate(inputs):
+                keep(self.inputs, f"{fqn}[{place}]", each)
             leaves = pytree.tree_leaves(output)
             for place, leaf in enumerate(leaves):
-                if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+                if not _is_followed(leaf):
                     continue
                 name = fqn if len(leaves) == 1 else f"{fqn}[{place}]"
                 keep(self.outputs, name, leaf)
@@ -66,6 +72,10 @@ class Calls:
                 handle.remove()
 
 
+def _is_followed(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def first_module(
     result: str,
     found: Sequence[tuple[int, Calls]],
@@ -74,6 +84,7 @@ def first_module(
     *,
     is_exact: bool,
     tied: Sequence[Sequence[str]] = (),
+    gradients: Mapping[str, bool] | None = None,
 ) -> str:
     """Return where the models begin to differ, in words.
 
@@ -84,6 +95,7 @@ def first_module(
         is_exact: False: gradients of outputs have a factor. A schedule divides by the number of
             micro-batches in the end, and the mean of a part of a batch is that of fewer tokens.
         tied: the FQNs of each parameter that several modules share.
+        gradients: by the FQN of each parameter that has a gradient, whether it is right.
     """
     search = _Search(found, wanted, _Joins(mesh))
     parameter = result.removeprefix("gradient of ")
@@ -100,12 +112,29 @@ def first_module(
         begins = f"{named}{share}, or behind it: what is compared is right"
         if all(owner in search.placements for owner in owners):
             begins = f"{named} itself{share}: its output, and the gradient of that, are right"
+            wrong, others = _others_alike(owners, gradients or {})
+            if others and wrong == len(gradients or {}):
+                return (
+                    f"no module: outputs, and their gradients, are right, and those of all {wrong} "
+                    "parameters differ. Look where gradients are added or divided"
+                )
+            if others:
+                begins += f", as of {spell_some(others)}"
     if search.unknown and "itself" not in begins:
         shown = ", ".join(map(_named, search.unknown[:_MOST_NAMES]))
         count = len(search.unknown) - _MOST_NAMES
         more = f" and {count} more" if count > 0 else ""
         begins += f" (not compared, as a rank has another part of them: {shown}{more})"
     return begins
+
+
+def _others_alike(
+    owners: Sequence[str], gradients: Mapping[str, bool]
+) -> tuple[int, Sequence[str]]:
+    """Return how many gradients differ, and which modules but ``owners`` have one of these."""
+    wrong = [fqn for fqn, is_right in gradients.items() if not is_right]
+    modules = {fqn.rpartition(".")[0] for fqn in wrong}
+    return len(wrong), sorted(map(_named, modules - set(owners)))
 
 
 @dataclass(slots=True)
@@ -141,7 +170,22 @@ class _Search:
         for name, relation in differing.items():
             # What is inside of a module may be in another order, such as the rows of experts.
             if not any(_is_inside(name, right) for right in self.placements):
-                return f"the output of {_named(name)}{relation}"
+                return f"the output of {_named(name)}{relation}{self._said_of_inputs(name)}"
+        return ""
+
+    def _said_of_inputs(self, output: str) -> str:
+        """Return that a module was given another input than the reference's; "" if it was not."""
+        module = output.partition("[")[0]
+        for name in self.wanted[0].inputs:
+            if name.rpartition("[")[0] != module:
+                continue
+            own, whole = self._of_ranks(name, "inputs")
+            placement, comparable = self.joins.find(own, whole) if own else (None, [])
+            if placement is None and comparable:
+                relations = [self.joins.relation(joined, whole) for joined in comparable]
+                relation = max(relations, key=bool)
+                before = _named(module.rpartition(".")[0])
+                return f"; its input already differs{relation}: look before it in {before}"
         return ""
 
     def in_backward(self, is_exact: bool) -> str:
@@ -158,7 +202,7 @@ class _Search:
             if joined is not None and not is_exact:
                 factor = common_factor(joined[rank], whole[rank])
             if factor in (None, 0):
-                relation = self.joins.relation(own, whole)
+                relation = self.joins.relation(own if joined is None else joined, whole)
                 return f"the gradient of the output of {_named(name)}{relation}"
         return ""
 

@@ -58,6 +58,7 @@ from pytest_gtrainer.references.sides import (
     groups_along,
 )
 from pytest_gtrainer.references.simulated import mesh_of
+from pytest_gtrainer.references.weights import spell_weights
 from pytest_gtrainer.worlds.gathering import gather_objects
 from pytest_gtrainer.worlds.simulated import VacuousCheck
 from pytest_gtrainer.worlds.simulated.net import NetModel
@@ -315,8 +316,7 @@ def _proof_of(
     if proof.kind == "another function" and proof.first is not None and kind == _LAST:
         alike = make_arithmetic()
         alike.order_as(both.arithmetic)
-        begins = _first_module(proof.first.result, models, mesh, alike, dims)
-        return replace(proof, origin=begins), idle
+        return replace(proof, origin=_first_module(proof.first, both, subject, alike)), idle
     return proof, idle
 
 
@@ -530,10 +530,9 @@ def _said_of_precision(kind: Kind, found: Sequence[SideResults]) -> tuple[str, .
     return (f"mixed precision is {done}: {' and '.join(policies)}",)
 
 
-def _first_module(
-    result: str, models: Models, mesh: DeviceMesh | None, arithmetic: Field, dims: Sequence[str]
-) -> str:
+def _first_module(first: FirstDifference, both: _Both, subject: _Subject, arithmetic: Field) -> str:
     """Run both sides again, with hooks on all modules, and return where they begin to differ."""
+    models, mesh = subject.models, subject.mesh
     try:
         found, expected = _run_sides(models, mesh, arithmetic, follows=True)
     except NoMeaning:
@@ -541,8 +540,39 @@ def _first_module(
     calls = [next(iter(side.calls.items())) for side in found]
     wanted = [expected.calls[coordinate] for coordinate in expected.losses]
     # Where losses have weights, each rank's gradients have its own.
-    is_exact = expected.is_scaled and not dims and not callable(models.combine)
-    return first_module(result, calls, wanted, mesh, is_exact=is_exact, tied=expected.tied)
+    is_exact = expected.is_scaled and not subject.dims and not callable(models.combine)
+    gradients: dict[str, bool] = {}
+    for side in both.found:
+        of_reference = side.part_of(both.expected)
+        for fqn, own in side.gradients.items():
+            whole = of_reference.get(f"gradient of {fqn}", torch.zeros_like(own))
+            if bool(whole.any()):
+                gradients[fqn] = gradients.get(fqn, True) and torch.equal(own, whole)
+    begins = first_module(
+        first.result,
+        calls,
+        wanted,
+        mesh,
+        is_exact=is_exact,
+        tied=expected.tied,
+        gradients=gradients,
+    )
+    return begins + _said_of_batches(first, both, expected.of_batches)
+
+
+def _said_of_batches(
+    first: FirstDifference, both: _Both, of_batches: Sequence[Mapping[str, Tensor]]
+) -> str:
+    """Return how much each batch counts in a gradient that differs; "" if nobody knows."""
+    fqn, side = first.result.removeprefix("gradient of "), both.found[first.rank or 0]
+    own, wanted = side.gradients.get(fqn), side.part_of(both.expected).get(first.result)
+    parts = [batch[fqn] for batch in of_batches if fqn in batch]
+    if fqn in side.parts:
+        parts = [side.parts[fqn].of(part) for part in parts]
+    if own is None or wanted is None or len(of_batches) < 2 or len(parts) < len(of_batches):
+        return ""
+    words = spell_weights(own, wanted, parts)
+    return f". {words[0].upper()}{words[1:]}" if words else ""
 
 
 def _run_sides(

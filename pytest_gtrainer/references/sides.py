@@ -66,6 +66,8 @@ class SideResults:
         parts: of parameters that were sliced by hand, which part of the whole this is.
         is_scaled: gradients are multiplied by an abstract number.
         calls: what modules return, by data coordinate, if they are followed.
+        of_batches: of the reference, if modules are followed: the gradients of each data coordinate
+            by itself.
         precisions: policies of mixed precision, in words.
         chances: what may make two functions equal by chance.
         has_functions: exp, log or a root was a function of which little is known.
@@ -88,6 +90,7 @@ class SideResults:
     parts: dict[str, Part] = field(default_factory=dict)
     is_scaled: bool = True
     calls: dict[int, Calls] = field(default_factory=dict)
+    of_batches: list[dict[str, Tensor]] = field(default_factory=list)
     precisions: list[str] = field(default_factory=list)
     chances: Chances = field(default_factory=Chances)
     has_functions: bool = False
@@ -165,6 +168,10 @@ class Models:
                 side.real[coordinate, total] = real_number(loss)
                 if follows and loss.requires_grad:
                     backward(loss, scale)
+                    _take_gradients(side, mode, model)
+                    side.of_batches.append(side.gradients)
+                    side.gradients = {}
+                    model.zero_grad()
                 losses.append(loss)
             if not follows:
                 whole = self._combined(losses)

@@ -81,8 +81,22 @@ def keeps_partial_gradients(mesh):
     return model
 
 
+def doubles_the_gradient_of_columns(mesh):
+    """The gradient that is doubled is one of columns, too."""
+    model = tensor_parallel(mesh)
+
+    def doubles(module, given, output):
+        output.register_hook(lambda gradient: 2 * gradient)
+
+    model.blocks[1].gate.register_forward_hook(doubles)
+    return model
+
+
 PARALLEL = {
-    norms_of_its_own: "blocks.0.norm itself: its output, and the gradient of that, are right",
+    doubles_the_gradient_of_columns: "the gradient of the output of blocks.1.gate, rank 0: "
+    "2 times what is expected",
+    norms_of_its_own: "blocks.0.norm itself: its output, and the gradient of that, are right, "
+    "as of blocks.1.norm",
     doubles_columns: "the output of blocks.1.gate, rank 0: 2 times what is expected",
     keeps_partial_gradients: "the gradient of the output of blocks.1.norm: "
     "equal after a sum over 'tp'",
@@ -112,6 +126,43 @@ def test_the_first_module_in_one_process():
 
     assert origin(doubles_a_block) == "the output of blocks.0, rank 0: 2 times what is expected"
     assert origin(drops_a_gradient) == "the gradient of the output of blocks.0"
+
+
+class Between(nn.Module):
+    """What differs is a function between two modules."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.up, self.down, self.function = nn.Linear(4, 4), nn.Linear(4, 4), function
+
+    def forward(self, x):
+        return self.down(self.function(self.up(x)))
+
+
+def test_a_module_of_another_input_is_not_to_blame():
+    def proof_of(function):
+        def square(model, x):
+            return model(x).square().mean()
+
+        return assert_same_model(
+            lambda: Between(function), lambda: Between(torch.tanh), square, batch_of_rows
+        )
+
+    def batch_of_rows(coordinate):
+        return (torch.randn(2, 4),)
+
+    with pytest.raises(AnotherFunction) as failure:
+        proof_of(lambda x: 2 * torch.tanh(x))
+    assert failure.value.proof.origin == (
+        "the output of down; its input already differs, rank 0: 2 times what is expected: "
+        "look before it in the whole model"
+    )
+
+
+def test_gradients_that_differ_in_all_modules_blame_none():
+    """The first one had been named, though its output and the gradient of that are right."""
+    begins = origin(lambda: halves_gradients(None))
+    assert begins.startswith("no module: outputs, and their gradients, are right, and those of all")
 
 
 class TiedHeads(nn.Module):

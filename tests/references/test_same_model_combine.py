@@ -106,8 +106,11 @@ def test_losses_are_combined_as_the_user_says(gt_mesh):
     assert kind == "rounds elsewhere"  # a share is rounded where the whole sum is not
     with pytest.raises(AnotherFunction, match="1/2 times what is expected"):
         assert_same_model(averaging, Model, summed_step, batch, mesh=gt_mesh, combine="sum")
-    with pytest.raises(AnotherFunction, match=r"gradient of embed\.weight"):
+    with pytest.raises(AnotherFunction, match=r"gradient of embed\.weight") as failure:
         assert_same_model(averaging, Model, step, batch, mesh=gt_mesh, combine=mean_of_tokens)
+    begins = failure.value.proof.origin
+    assert begins.startswith("no module: outputs, and their gradients, are right")
+    assert begins.endswith("count 1/2, 1/2, expected 31/61, 30/61")
     with pytest.raises(ValueError, match="combine='median': take"):
         assert_same_model(averaging, Model, step, batch, mesh=gt_mesh, combine="median")
 

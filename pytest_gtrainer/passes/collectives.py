@@ -88,6 +88,7 @@ def _spell_chain(member: FsdpCollective) -> str:
 
 
 aten = torch.ops.aten
+_SUMS = ("sum", "avg", "premul_sum")
 PADDING = {
     aten.split.Tensor,
     aten.split_with_sizes.default,
@@ -111,14 +112,22 @@ def reduce_scatter_before_all_reduce_pass(
     of uneven shards between the two stays: its zeros average to zeros. The number of nodes does not
     change. Run it before bucketing, which then packs both.
 
+    Left as they are: two groups that share another rank, as replicas then hold other shards;
+    reductions that do not commute; gradients that are written to behind the all-reduce.
+
     Raises:
         PlanError: an all-reduced gradient is read by something else than its reduce-scatter, or the
             graph lacks values.
     """
-    swaps = []
+    swaps, written = [], writes(gm.graph)
     for member in fsdp_reduce_scatters(gm):
         wait = _swap_of(member)
-        if wait is not None:
+        if wait is None or not _commute(wait.all_input_nodes[0], member.launch):
+            continue
+        # The reduce-scatter will read the gradient itself, where it read the sum.
+        gradient = storage_of(wait.all_input_nodes[0].all_input_nodes[0])
+        writers = written.get(gradient, ())
+        if not any(wait.all_input_nodes[0] < writer < member.launch for writer in writers):
             swaps.append((member, member.value, wait))
     # Everything is found, or refused, before the first swap.
     for member, value, wait in swaps:
@@ -131,6 +140,18 @@ def reduce_scatter_before_all_reduce_pass(
         launch.append(wait)
         launch.meta["val"] = wait.meta["val"] = value
     return bool(swaps)
+
+
+def _commute(all_reduce: fx.Node, reduce_scatter: fx.Node) -> bool:
+    """Return whether two collectives compute the same in the other order."""
+    reductions = {str(all_reduce.args[1]), str(reduce_scatter.args[1])}
+    are_sums = all(reduction.startswith(_SUMS) for reduction in reductions)
+    if len(reductions) > 1 and not are_sums:
+        return False
+    replicas = group_ranks(str(group_of(all_reduce)))
+    shards = group_ranks(str(group_of(reduce_scatter)))
+    # A rank in both holds another shard, which the all-reduce would add to this one's.
+    return len(set(replicas) & set(shards)) == 1
 
 
 def _swap_of(member: FsdpCollective) -> fx.Node | None:

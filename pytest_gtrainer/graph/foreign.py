@@ -118,6 +118,27 @@ def named_source(source: str, value: Any = None, keeps_roots: bool = False) -> G
     return GivenName(kind, join_path(steps))
 
 
+def holds_state(placeholder: fx.Node) -> bool:
+    """Return whether an input is a tensor that the traced code held and no caller gave.
+
+    Those are buffers and constants, and what Dynamo found in attributes of a model or in globals.
+    Parameters are none: they stand for any numbers in each comparison.
+    """
+    kind = placeholder.meta.get("gt_input", {}).get("kind")
+    return kind == "buffer" or bool(placeholder.meta.get("gt_held"))
+
+
+def _is_held(source: str) -> bool:
+    """Return whether a source of Dynamo is a global, or an attribute of an object.
+
+    >>> _is_held("G['SCALE']"), _is_held("L['self'].scale"), _is_held("L['batch']['x.y']")
+    (True, True, False)
+    """
+    root = _ROOT.match(source)
+    steps = _STEP.findall(source[root.end() :]) if root is not None else []
+    return source.startswith("G[") or any(attribute for attribute, _ in steps)
+
+
 def adopt(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
     """Return a graph of ours as it is, and a copy of any other one with our metadata.
 
@@ -473,6 +494,7 @@ class _Adoption:
             name = self._name_of(described)
         elif name is None and source is not None:
             name = named_source(source, value_of(node), self.keeps_roots)
+            copied.meta["gt_held"] = name.kind != "parameter" and _is_held(source)
         elif name is None and node.meta.get("original_aten") is not None:
             name = GivenName("input", _saved_name(copied))
 

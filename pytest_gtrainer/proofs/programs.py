@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, fx
 
 from pytest_gtrainer._torch.random_states import random_state, random_states_kept, seed_torch
+from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.field import Field
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode, CountReads
 from pytest_gtrainer.arithmetic.shadows import whole_storage
 from pytest_gtrainer.arithmetic.values import NoMeaning
+from pytest_gtrainer.facts import counted
 from pytest_gtrainer.graph.nodes import AFTERWARDS, input_fqn
 from pytest_gtrainer.numerics.bits import byte_view, same_bytes
 from pytest_gtrainer.numerics.graph_run import (
@@ -257,7 +259,19 @@ class GraphProgram(Program):
     def __init__(
         self, gm: fx.GraphModule, inputs: Sequence[Any], world: AnyWorld | None, by_place: bool
     ) -> None:
-        """Take ``inputs``, in a world those of each rank. ``by_place``: results have no names."""
+        """Take ``inputs``, in a world those of each rank. ``by_place``: results have no names.
+
+        Raises:
+            ValueError: the graph takes another number of inputs.
+        """
+        takes = [input_fqn(node) for node in gm.graph.find_nodes(op="placeholder")]
+        for own in [inputs] if world is None else inputs:
+            if len(own) != len(takes):
+                raise ValueError(
+                    f"a graph takes {counted(len(takes), 'input')} ({', '.join(takes)}), and "
+                    f"{len(own)} are given: both programs take the same inputs in the same order, "
+                    "each a tensor or a number by itself"
+                )
         self.rank: int | None = None  # of this process, on real ranks
         self.gm, self.inputs, self.world, self.by_place = gm, inputs, world, by_place
 
@@ -321,6 +335,10 @@ class GraphProgram(Program):
         self, rank: int | None, outputs: Any, gm: fx.GraphModule | None
     ) -> dict[Key, Tensor]:
         if gm is not None or not isinstance(outputs, dict):
+            leaves = pytree.tree_leaves(outputs)
+            structure = self.gm.graph.output_node().meta.get("gt_structure")
+            if isinstance(structure, pytree.TreeSpec) and structure.num_leaves == len(leaves):
+                outputs = pytree.tree_unflatten(leaves, structure)  # as the traced function did
             outputs = named_outputs(outputs, None if self.by_place else gm)
         named: dict[Key, Tensor] = {}
         for name, leaf in outputs.items():

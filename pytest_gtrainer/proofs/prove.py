@@ -34,8 +34,8 @@ from pytest_gtrainer.arithmetic.terms import Terms
 from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.facts import long_work, spell_some
 from pytest_gtrainer.graph.collectives import launches, unread_launches
-from pytest_gtrainer.graph.foreign import adopt
-from pytest_gtrainer.graph.nodes import AFTERWARDS
+from pytest_gtrainer.graph.foreign import adopt, holds_state
+from pytest_gtrainer.graph.nodes import AFTERWARDS, input_fqn
 from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.numerics.bits import as_integers
 from pytest_gtrainer.proofs.alike import OneRankForAll, differ_only_in_floats
@@ -199,7 +199,7 @@ def _identical_by_structure(programs: Sequence[Program], world: AnyWorld | None)
     results = len(graphs[1].graph.output_node().all_input_nodes)
     results += world is None  # their structure
     seconds = {"identical": time.perf_counter() - begun}
-    assumes = _assumed_of_launches(programs) + proof.assumes
+    assumes = _assumed_of_launches(programs) + _assumed_of_state(programs) + proof.assumes
     return replace(proof, compared=ranks * results, seconds=seconds, assumes=assumes)
 
 
@@ -571,6 +571,10 @@ def _inputs_of_ranks(
 
 
 def _graph_of(program: Any) -> fx.GraphModule | None:
+    # As inputs, what an exported program holds would stand for any numbers, and programs that hold
+    # other buffers would be equal. Torch cannot call a program with its gradients.
+    if isinstance(program, ExportedProgram) and not program.graph_signature.backward_signature:
+        program = program.module()
     is_graph = isinstance(program, fx.GraphModule | fx.Graph | ExportedProgram)
     if is_graph or isinstance(getattr(program, "gm", None), fx.GraphModule):
         return adopt(program)
@@ -741,7 +745,7 @@ def _equal(
     assumes += says_known(sorted({*programs[0].known(), *programs[1].known()}))
     if answer.unchecked:
         assumes += (answer.unchecked,)
-    assumes += _assumed_of_launches(programs)
+    assumes += _assumed_of_launches(programs) + _assumed_of_state(programs)
     return Proof(
         kind,
         compared=_count_results(programs[1], answer.runs[1]),
@@ -762,6 +766,21 @@ def _assumed_of_launches(programs: Sequence[Program]) -> tuple[str, ...]:
         return ()
     many = f"{unread[0]} and {unread[1]} collectives"
     return (f"nobody reads the results of {many}, and what they cost is not compared",)
+
+
+def _assumed_of_state(programs: Sequence[Program]) -> tuple[str, ...]:
+    """Name inputs of graphs whose numbers the traced code held, so that no proof sees them."""
+    names: dict[str, None] = {}
+    for program in programs:
+        if isinstance(program, GraphProgram):
+            inputs = program.gm.graph.find_nodes(op="placeholder")
+            names.update(dict.fromkeys(input_fqn(node) for node in inputs if holds_state(node)))
+    if not names:
+        return ()
+    return (
+        f"inputs of a graph that the traced code held stand for any numbers, so that what each "
+        f"side held is not compared ({spell_some(list(names))})",
+    )
 
 
 def _count_results(program: Program, run: ProgramRun) -> int:

@@ -502,3 +502,82 @@ def test_a_limit_of_all_elements_is_compared(name):
 def test_a_power_of_two_rounds_nothing(one, kind):
     """Within the range of the dtype, of which no arithmetic knows."""
     assert prove(one, lambda x: x * 1, inputs=(torch.randn(4, 6).bfloat16(),)).kind == kind
+
+
+class Holds(nn.Module):
+    """Multiplies by a tensor that is a parameter, a buffer, an attribute or a constant."""
+
+    def __init__(self, kind, number):
+        super().__init__()
+        self.kind, self.number = kind, number
+        held = torch.tensor(number)
+        if kind == "parameter":
+            self.held = nn.Parameter(held)
+        elif kind == "buffer":
+            self.register_buffer("held", held)
+        elif kind == "not persistent":
+            self.register_buffer("held", held, persistent=False)
+        elif kind == "attribute":
+            self.held = held
+
+    def forward(self, x):
+        if self.kind == "places":
+            return x[torch.tensor([0, int(self.number)])]
+        return x * (torch.tensor(self.number) if self.kind == "constant" else self.held)
+
+
+HELD = ["parameter", "buffer", "not persistent", "attribute", "constant", "places"]
+
+
+def exported(kind, number, decomposed=False):
+    program = torch.export.export(Holds(kind, number), (X,))
+    return program.run_decompositions() if decomposed else program
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("decomposed", [False, True])
+@pytest.mark.parametrize("kind", HELD)
+def test_exported_programs_hold_their_tensors(kind, decomposed):
+    """They are equal to a program, and to the module, with the same ones alone."""
+    program = exported(kind, 2.0, decomposed)
+    assert prove(exported(kind, 2.0), program).kind == "identical"
+    assert prove(program, Holds(kind, 2.0), inputs=(X,)).kind == "identical"
+    assert prove(exported(kind, 1.0), program).kind in ("another function", "unknown")
+    wrong = prove(program, Holds(kind, 1.0), inputs=(X,))
+    assert wrong.kind in ("another function", "unknown")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_what_a_graph_takes_of_its_model_is_named_in_a_proof():
+    """Of an exported graph, of Dynamo's, and of an exported program with gradients."""
+    from torch.export.experimental import _export_forward_backward
+
+    made = []
+    for kind in ("attribute", "buffer"):
+        torch._dynamo.reset()
+        torch.compile(Holds(kind, 2.0), backend=lambda gm, _: made.append(gm) or gm)(X)
+
+    class Loss(Holds):
+        def forward(self, x):
+            return (super().forward(x) * self.weight).sum()
+
+    loss = Loss("buffer", 2.0)
+    loss.weight = nn.Parameter(torch.ones(()))
+    made.append(_export_forward_backward(torch.export.export(loss, (X,))))
+    for graph_of_model in made:
+        assumed = " ".join(prove(graph_of_model, graph_of_model).assumes)
+        assert "what each side held is not compared" in assumed
+        names = assumed.rpartition("(")[2]
+        assert "held" in names
+        assert "weight" not in names
+    assert not prove(graph(torch.relu, X), graph(torch.relu, X)).assumes
+
+
+@pytest.mark.parametrize("given", [(), (X,), (X, X, X)])
+def test_another_number_of_inputs_than_a_graph_takes_is_refused(given):
+    """Also where one of two graphs takes another number."""
+    both = graph(torch.add, X, X)
+    with pytest.raises(ValueError, match=rf"a graph takes 2 inputs .*, and {len(given)} are given"):
+        prove(both, both, inputs=given)
+    with pytest.raises(ValueError, match=r"a graph takes 1 input .*, and 2 are given"):
+        prove(graph(torch.relu, X), both)

@@ -1,5 +1,6 @@
 """``assert_rank_agnostic``: a graph of one rank on all ranks, and the constants of its rank."""
 
+import functools
 import io
 
 import pytest
@@ -190,6 +191,56 @@ def test_state_that_is_no_input(gt_world):
         with pytest.raises(ValueError, match=f"the function writes {name}, which is none of its"):
             assert_rank_agnostic(graph, function, two, gt_world)
     assert not held.any()
+
+
+class Shared:
+    """Holds a tensor as an attribute of the class."""
+
+    held = torch.zeros(3)
+
+
+def _adds_to(held, x):
+    held.add_(dist.get_rank())
+    return x * 2
+
+
+def by_default(x, cache, held=Shared.held):
+    return _adds_to(held, x)
+
+
+def by_lambda(x, cache):
+    return (lambda: _adds_to(Shared.held, x))()
+
+
+def by_comprehension(x, cache):
+    return next(_adds_to(Shared.held, each) for each in (x,))
+
+
+def by_helper(x, cache):
+    return by_lambda(x, cache)
+
+
+by_partial = functools.partial(
+    lambda held, x, cache: _adds_to(held["x"][0], x), {"x": [Shared.held]}
+)
+HOLDERS = {
+    "default": by_default,
+    "lambda": by_lambda,
+    "comprehension": by_comprehension,
+    "helper": by_helper,
+    "partial": by_partial,
+    "nested": lambda x, cache: by_partial(x, cache) * 1,
+}
+
+
+@pytest.mark.gt_world("simulated", size=2)
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_state_that_a_helper_holds_is_no_input_either(gt_world, holder):
+    """Whatever holds it: a class, a lambda, a partial, or a function that is called."""
+    graph = make_fx(lambda x, cache: x * 2)(*two(0))
+    with pytest.raises(ValueError, match=r"the function writes .*, which is none of its inputs"):
+        assert_rank_agnostic(graph, HOLDERS[holder], two, gt_world)
+    assert not Shared.held.any()
 
 
 class Backward(torch.autograd.Function):

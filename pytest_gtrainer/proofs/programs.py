@@ -31,6 +31,7 @@ from pytest_gtrainer.numerics.graph_run import (
     random_states_afterwards,
 )
 from pytest_gtrainer.proofs.anyorder import AnyOrder
+from pytest_gtrainer.proofs.inputs import DrawnInputs
 from pytest_gtrainer.proofs.state import (
     captured_by,
     check_outputs,
@@ -265,7 +266,10 @@ class GraphProgram(Program):
             ValueError: the graph takes another number of inputs.
         """
         takes = [input_fqn(node) for node in gm.graph.find_nodes(op="placeholder")]
-        for own in [inputs] if world is None else inputs:
+        of_ranks = [inputs] if world is None else inputs
+        if isinstance(of_ranks, DrawnInputs):
+            of_ranks = of_ranks[:1]  # the others have as many, and may never be drawn
+        for own in of_ranks:
             if len(own) != len(takes):
                 raise ValueError(
                     f"a graph takes {counted(len(takes), 'input')} ({', '.join(takes)}), and "

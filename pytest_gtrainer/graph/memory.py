@@ -87,6 +87,7 @@ class Allocation:
             forward for the backward), "collective" (buckets, and what collectives give), "output",
             or "temporary".
         name: FQN of an input or of a result; else the name of the node.
+        device: where the memory is, as ``"cuda:0"``.
     """
 
     nbytes: int
@@ -96,6 +97,7 @@ class Allocation:
     last: int
     kind: str = ""
     name: str = ""
+    device: str = ""
 
     def __str__(self) -> str:
         cells = [self.name or self.node.name]
@@ -108,7 +110,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class PeakMemory:
-    """The most memory that a graph holds at once; its text is a table.
+    """The most memory that a graph holds at once on one device; its text is a table.
 
     Attributes:
         peak: the bytes alive at the node where most are.
@@ -118,6 +120,9 @@ class PeakMemory:
         curve: bytes alive while each node runs, by its name, in order; placeholders are left out.
         by_kind: bytes at the peak by ``Allocation.kind``, the largest first.
         alive: what is alive at the peak, the largest first.
+        device: the device whose bytes these are, as ``"cuda:0"``.
+        by_device: the peak of each device on which the graph holds tensors, in bytes. Peaks may
+            be at several nodes.
     """
 
     peak: int
@@ -127,6 +132,8 @@ class PeakMemory:
     curve: Mapping[str, int]
     by_kind: Mapping[str, int]
     alive: tuple[Allocation, ...]
+    device: str
+    by_device: Mapping[str, int]
 
     def table(self, most: int = 10) -> str:
         """Return the largest allocations that are alive at the peak, a line each."""
@@ -138,7 +145,15 @@ class PeakMemory:
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {spell_bytes(nbytes)}" for kind, nbytes in self.by_kind.items())
         peak = f"peak {spell_bytes(self.peak)} ({self.peak:,} bytes) at {self.where}"
-        return f"{peak}\n{kinds}\n{self.table()}"
+        lines = [peak, kinds, self.table()]
+        others = []
+        for device, nbytes in self.by_device.items():
+            if device != self.device:
+                others.append(f"{spell_bytes(nbytes)} on {device}")
+
+        if others:
+            lines.insert(1, f"on {self.device}; the peaks of others: {', '.join(others)}")
+        return "\n".join(lines)
 
 
 def spell_bytes(nbytes: int) -> str:
@@ -154,28 +169,36 @@ def spell_bytes(nbytes: int) -> str:
 
 
 def peak_memory(
-    gm: AnyGraph, *, names: Names | None = None, sizes: Mapping[str, int] | None = None
+    gm: AnyGraph,
+    *,
+    names: Names | None = None,
+    sizes: Mapping[str, int] | None = None,
+    device: str | None = None,
 ) -> PeakMemory:
     """Compute the bytes that a graph holds at each node from its metadata; nothing runs.
+
+    What is away on another device, as an activation that was offloaded, is not counted.
 
     Args:
         gm: a graph of any tracer, with fake values on its nodes.
         names: what the inputs are, if the graph does not say it.
         sizes: values of dynamic sizes, as ``{"u0": 128}``; by default those with which the graph
             was traced.
+        device: the device whose memory counts, as ``"cuda"`` or ``"cuda:1"``. By default the
+            accelerator that holds most, and the CPU if the graph has tensors nowhere else.
 
     Raises:
         ValueError: a node has no value; a size is known only when the graph runs; ``sizes`` has a
-            name that no size has, or no number; no node has a tensor.
+            name that no size has, or no number; no node has a tensor, or none on ``device``.
         TypeError: this is no graph.
     """
-    peak, symbols = _measured(gm, names, sizes)
+    peak, symbols = _measured(gm, names, sizes, device)
     _refuse_unknown(sizes, symbols)
     return peak
 
 
 def _measured(
-    gm: AnyGraph, names: Names | None, sizes: Mapping[str, int] | None
+    gm: AnyGraph, names: Names | None, sizes: Mapping[str, int] | None, device: str | None
 ) -> tuple[PeakMemory, set[str]]:
     """Return the peak of a graph, and the names of its dynamic sizes."""
     for name, size in (sizes or {}).items():
@@ -185,7 +208,7 @@ def _measured(
     dynamic = gm.graph.output_node().meta.get(DYNAMIC_DIMS, {})
     extents = {str(symbol): extent for symbol, extent in dynamic.values()} | dict(sizes or {})
     liveness = _Liveness(gm, extents, pending={}, symbols=set())
-    peak = liveness.peak()
+    peak = liveness.peak(device)
     facts.notify("memory", peak=peak)
     return peak, liveness.symbols
 
@@ -208,10 +231,11 @@ def assert_peak_memory(
     control: AnyGraph | None = None,
     names: Names | None = None,
     sizes: Mapping[str, int] | None = None,
+    device: str | None = None,
 ) -> PeakMemory:
-    """Assert that ``gm`` never holds more than ``at_most`` bytes (or "1.5 GiB").
+    """Assert that ``gm`` never holds more than ``at_most`` bytes (or "1.5 GiB") on a device.
 
-    ``names`` and ``sizes`` are those of ``peak_memory``.
+    ``names``, ``sizes`` and ``device`` are those of ``peak_memory``.
 
     Args:
         control: a graph that has to hold more than ``at_most``, such as the one before a memory
@@ -234,7 +258,7 @@ def assert_peak_memory(
             f"{', '.join(_UNITS)}, as '1.5 GiB'; not {at_most!r}"
         )
 
-    memory, symbols = _measured(gm, names, sizes)
+    memory, symbols = _measured(gm, names, sizes, device)
     _refuse_unknown(sizes, symbols)
     if memory.peak > bound:
         raise facts.FailedCheck(
@@ -246,7 +270,8 @@ def assert_peak_memory(
         )
 
     if control is not None:
-        other, _ = _measured(control, names, sizes)  # it may have fewer dynamic sizes
+        # It may have fewer dynamic sizes. A control on another device would compare nothing.
+        other, _ = _measured(control, names, sizes, memory.device)
         if other.peak <= bound:
             raise facts.FailedCheck(
                 f"the control holds {spell_bytes(other.peak)} ({other.peak:,} bytes) at once, "
@@ -535,7 +560,8 @@ class _Liveness:
 
     def _new(self, node: fx.Node, tensor: Tensor, nbytes: int) -> Allocation:
         place = self._order[node]
-        allocation = Allocation(nbytes, node, tensor, place, place)
+        device = str(tensor.device)
+        allocation = Allocation(nbytes, node, tensor, place, place, device=device)
         self.allocations[allocation] = None
         return allocation
 
@@ -590,10 +616,7 @@ class _Liveness:
         for launched, held in before.items():
             if launched not in self.pending:  # a body waited for it
                 self._extend(held, released)
-        nbytes = max(max(body.curve()) for body in inside)
-        if short_name(node) in _LOOPS:
-            # An iteration reads what the one before has made.
-            nbytes += sum(body.bytes_returned() for body in inside)
+        made = _bytes_inside(inside, short_name(node) in _LOOPS)
         is_inlined = node.op == "call_module" or is_control_dependency(node)
         if is_inlined or _call_text(node).startswith("invoke_subgraph"):
             results = bodies[0].graph.output_node().args[0]
@@ -604,35 +627,45 @@ class _Liveness:
                 if allocation in kept:
                     allocation.first = allocation.last = place
                     self.allocations[allocation] = None
-                    nbytes -= allocation.nbytes
+                    made[allocation.device] -= allocation.nbytes
         else:
             known = len(self.allocations)
             value = self._by_operands(node)
             # Results of a scan are there from its first iteration on, beside what this one makes.
             if short_name(node) not in _STACKING:
-                nbytes -= sum(one.nbytes for one in list(self.allocations)[known:])
+                made.subtract(_by_device(list(self.allocations)[known:]))
 
-        if nbytes > 0:
-            name = f"in {node.name}"
-            inner = Allocation(nbytes, node, None, place, place, "temporary", name)
-            self.allocations[inner] = None
+        name = f"in {node.name}"
+        for device, nbytes in made.items():
+            inner = Allocation(nbytes, node, None, place, place, "temporary", name, device)
+            if nbytes > 0:
+                self.allocations[inner] = None
         return value
 
-    def bytes_returned(self) -> int:
-        """Return the bytes of those results that the graph itself makes."""
+    def bytes_returned(self) -> Counter[str]:
+        """Return the bytes of those results that the graph itself makes, by device."""
         results = fx.node.map_arg(self.nodes[-1].args[0], self.values.__getitem__)
-        return sum(one.nbytes for one in _allocations(results) if one in self.allocations)
+        return _by_device(one for one in _allocations(results) if one in self.allocations)
 
-    def curve(self) -> list[int]:
-        """Return the bytes alive at each place."""
+    def devices(self) -> list[str]:
+        """Return the devices on which the graph holds tensors; "meta" if it names no other."""
+        found = dict.fromkeys(allocation.device for allocation in self.allocations)
+        return [device for device in found if device != "meta"] or list(found)
+
+    def curve(self, device: str) -> list[int]:
+        """Return the bytes of a device that are alive at each place.
+
+        Where a tensor on "meta" will be is not known, so it counts on every device.
+        """
         steps = [0] * (len(self.nodes) + 1)
         for allocation in self.allocations:
-            steps[allocation.first] += allocation.nbytes
-            steps[allocation.last + 1] -= allocation.nbytes
+            if allocation.device in (device, "meta"):
+                steps[allocation.first] += allocation.nbytes
+                steps[allocation.last + 1] -= allocation.nbytes
         return list(accumulate(steps[:-1]))
 
-    def peak(self) -> PeakMemory:
-        """Return the curve, and what is alive at its highest place."""
+    def peak(self, device: str | None) -> PeakMemory:
+        """Return the curve of a device, and what is alive there at its highest place."""
         if not self.allocations:
             raise ValueError(
                 "the graph holds no tensors, so there is no memory to measure: "
@@ -643,7 +676,13 @@ class _Liveness:
         self._name_kinds()
         # Placeholders are alive before the graph runs, so no peak is at one of them.
         places = [at for at, node in enumerate(self.nodes) if node.op != "placeholder"]
-        curve = self.curve()
+        peaks = {}
+        for each in self.devices():
+            whole = self.curve(each)
+            peaks[each] = max(whole[place] for place in places)
+
+        device = _chosen(device, peaks)
+        curve = self.curve(device)
         at = max(places, key=curve.__getitem__)
         node = self.nodes[at]
         where = f"{node.name} ({_call_text(node)}), "
@@ -651,7 +690,8 @@ class _Liveness:
         alive = []
         kinds: Counter[str] = Counter()
         for allocation in sorted(self.allocations, key=lambda one: -one.nbytes):
-            if allocation.first <= at <= allocation.last and allocation.nbytes:
+            is_alive = allocation.first <= at <= allocation.last and allocation.nbytes
+            if is_alive and allocation.device in (device, "meta"):
                 alive.append(allocation)
                 kinds[allocation.kind] += allocation.nbytes
 
@@ -663,6 +703,8 @@ class _Liveness:
             curve={self.nodes[place].name: curve[place] for place in places},
             by_kind=dict(kinds.most_common()),
             alive=tuple(alive),
+            device=device,
+            by_device=peaks,
         )
 
     def _name_results(self) -> None:
@@ -695,6 +737,46 @@ class _Liveness:
                 allocation.kind = "saved"
             if launches(node.target) or "fsdp_bucket" in node.meta or is_bucketed_by_torch(node):
                 allocation.kind = "collective"
+
+
+def _by_device(allocations: Iterable[Allocation]) -> Counter[str]:
+    """Return the bytes of allocations, by device."""
+    held: Counter[str] = Counter()
+    for allocation in allocations:
+        held[allocation.device] += allocation.nbytes
+    return held
+
+
+def _bytes_inside(bodies: Sequence[_Liveness], is_loop: bool) -> Counter[str]:
+    """Return the most bytes, by device, that one of the graphs that a node runs makes."""
+    made: Counter[str] = Counter()
+    for body in bodies:
+        for device in body.devices():
+            made[device] = max(made[device], max(body.curve(device)))
+    if is_loop:
+        # An iteration reads what the one before has made.
+        for body in bodies:
+            made.update(body.bytes_returned())
+    return made
+
+
+def _chosen(device: str | None, peaks: Mapping[str, int]) -> str:
+    """Return the device of ``peaks`` that a user named, else the accelerator that holds most.
+
+    Raises:
+        ValueError: no device has this name, or several have.
+    """
+    if device is None:
+        accelerators = [each for each in peaks if each != "cpu"]
+        return max(accelerators or peaks, key=peaks.__getitem__)
+
+    found = [each for each in peaks if device in (each, each.partition(":")[0])]
+    if len(found) != 1:
+        raise ValueError(
+            f"device={device!r} names {len(found)} devices of the graph, which holds tensors on "
+            f"{', '.join(peaks)}: name one of these"
+        )
+    return found[0]
 
 
 def _may_be_whole(node: fx.Node, tensor: Tensor, value: Tensor) -> bool:

@@ -9,7 +9,9 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._activation_offloading import offload_ops
 from torch._higher_order_ops import scan, while_loop
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pytest_gtrainer import assert_peak_memory, graphtext, peak_memory, trace_step
@@ -677,3 +679,127 @@ def test_a_result_without_a_value_is_refused_and_one_that_is_no_tensor_is_not():
     del sin.meta["val"]
     with pytest.raises(ValueError, match=r"sin \(.*\) has no value in its"):
         peak_memory(gm)
+
+
+def back(x):
+    # Tensor.to asks for a build of torch with CUDA; the operator below it does not.
+    return torch.ops.aten._to_copy.default(x, device=torch.device("cuda"))
+
+
+def offloads(x, w):
+    """The second product is away while the others are computed; both devices hold tensors."""
+    first = x @ w
+    away = (first @ w).to("cpu")
+    host = away.exp() + torch.ones(16, 16)
+    rest = (first.sin() + first.cos()) * first
+    return rest + back(away) @ w, host.sum()
+
+
+def keeps(x, w):
+    """The same without a trip to the CPU."""
+    first = x @ w
+    away = first @ w
+    rest = (first.sin() + first.cos()) * first
+    return rest + away @ w
+
+
+def offloads_in_a_branch(x, w):
+    def away(x):
+        return back((x @ w).to("cpu").exp())
+
+    return torch.cond(x.shape[0] > 2, away, lambda x: x.sin(), (x,)), w.cpu()
+
+
+def traced_on_cuda(function):
+    with FakeTensorMode():
+        x, w = torch.empty(16, 16, device="cuda"), torch.empty(16, 16, device="cuda")
+        return make_fx(function)(x, w)
+
+
+@pytest.mark.parametrize("function", [offloads, keeps, offloads_in_a_branch])
+def test_the_bytes_of_all_devices_are_those_of_the_graph(function):
+    """What every device holds at a node is what the graph holds there."""
+    gm = traced_on_cuda(function)
+    devices = peak_memory(gm).by_device
+    curves = [peak_memory(gm, device=device).curve for device in devices]
+    for graph in gm.modules():
+        for node in graph.graph.nodes:
+            tensor = node.meta.get("val")
+            if isinstance(tensor, torch.Tensor):
+                node.meta["val"] = torch.empty_strided(tensor.shape, tensor.stride())
+    whole = peak_memory(gm)
+    assert list(whole.by_device) == ["cpu"]
+    for name, nbytes in whole.curve.items():
+        assert sum(curve[name] for curve in curves) == nbytes
+    assert [max(curve.values()) for curve in curves] == list(devices.values())
+
+
+def test_what_is_away_on_the_cpu_is_not_in_the_memory_of_the_accelerator():
+    away = peak_memory(traced_on_cuda(offloads))
+    kept = peak_memory(traced_on_cuda(keeps))
+    assert (kept.device, kept.by_device) == ("cuda:0", {"cuda:0": 7 * 1024})
+    assert (away.device, away.by_device) == ("cuda:0", {"cuda:0": 6 * 1024, "cpu": 4 * 1024})
+    assert "on cuda:0; the peaks of others: 4.00 KiB on cpu\n" in str(away)
+    assert "peaks of others" not in str(kept)
+
+
+def test_a_bound_holds_for_one_device_and_its_control_for_the_same():
+    away, kept = traced_on_cuda(offloads), traced_on_cuda(keeps)
+    assert_peak_memory(away, at_most="6 KiB", control=kept)
+    assert_peak_memory(away, at_most="4 KiB", device="cpu")
+    with pytest.raises(AssertionError, match="1,024 too many"):
+        assert_peak_memory(away, at_most="3 KiB", device="cpu")
+    # The control holds nothing there, so it says nothing about the bound.
+    with pytest.raises(ValueError, match=r"device='cpu' names 0 devices .* tensors on cuda:0"):
+        assert_peak_memory(away, at_most="4 KiB", device="cpu", control=kept)
+
+
+def test_a_device_is_named_as_torch_names_it():
+    gm = traced_on_cuda(offloads)
+    assert peak_memory(gm, device="cuda").peak == peak_memory(gm, device="cuda:0").peak
+    with pytest.raises(ValueError, match=r"device='cuda:1' names 0 devices .* cuda:0, cpu: name"):
+        peak_memory(gm, device="cuda:1")
+    graph = fx.Graph()
+    for index in range(2):
+        node = graph.placeholder(f"x{index}")
+        with FakeTensorMode():
+            node.meta["val"] = torch.empty(4, device=f"cuda:{index}")
+    graph.output(graph.find_nodes(op="placeholder"))
+    with pytest.raises(ValueError, match=r"device='cuda' names 2 devices"):
+        peak_memory(graph, device="cuda")
+
+
+def test_torchs_offload_holds_both_until_its_wait():
+    """KiB on the accelerator: x, its copy of 1 until the wait, and what comes back."""
+
+    def step(x):
+        y = x.exp()
+        away = offload_ops.wait_tensor(offload_ops.offload(y), y)
+        z = x.sin()
+        near = offload_ops.reload(away, x.device)
+        return z + offload_ops.wait_tensor(near, away)
+
+    with FakeTensorMode():
+        gm = make_fx(step)(torch.empty(16, 16, device="cuda"))
+    on_gpu, on_host = peak_memory(gm).curve, peak_memory(gm, device="cpu").curve
+    kib = {name: (on_gpu[name] // 1024, on_host[name] // 1024) for name in on_gpu}
+    assert kib == {
+        "exp": (2, 0),
+        "offload": (2, 1),
+        "wait_tensor": (2, 1),
+        "sin": (2, 1),
+        "reload": (3, 1),
+        "wait_tensor_1": (3, 1),
+        "add": (4, 0),
+        "output": (2, 0),
+    }
+
+
+def test_a_tensor_on_meta_counts_on_every_device():
+    gm = traced_on_cuda(offloads)
+    before = peak_memory(gm).by_device
+    for node in gm.graph.find_nodes(op="placeholder"):
+        node.meta["val"] = torch.empty(16, 16, device="meta")
+    inputs = 2 * 16 * 16 * 4
+    assert before["cpu"] + inputs == peak_memory(gm, device="cpu").peak
+    assert peak_memory(gm).by_device == {"cuda:0": before["cuda:0"], "cpu": before["cpu"] + inputs}

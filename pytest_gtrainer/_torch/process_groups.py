@@ -106,6 +106,17 @@ def spell_reduction(given: Any) -> str | None:
     return f"premul_sum({factor if isinstance(factor, float) else 'a tensor'})"
 
 
+def boxed_reduction(given: Any, owner: Any) -> str | None:
+    """Return the reduction that an operator of ``c10d`` is ``given`` as an attribute of ``owner``.
+
+    It is a boxed object that has the number of its kind, and no factor; None if it has none.
+    """
+    if getattr(given, "op", "") != "get_attr":
+        return None
+    kind = getattr(getattr(owner, str(given.target), None), "op", None)
+    return None if kind is None else str(dist.ReduceOp.RedOpType(kind()).name).lower()
+
+
 def group_of_call(named: Mapping[str, Any]) -> dist.ProcessGroup:
     """Return the group among the arguments of a collective operator, functional or of ``c10d``."""
     given = named.get("process_group", named.get("group_name"))

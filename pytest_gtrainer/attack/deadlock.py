@@ -12,7 +12,11 @@ from torch import Tensor, fx
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.passes import WAITS
-from pytest_gtrainer._torch.process_groups import group_ranks, names_of_live_groups
+from pytest_gtrainer._torch.process_groups import (
+    boxed_reduction,
+    group_ranks,
+    names_of_live_groups,
+)
 from pytest_gtrainer._torch.values import HigherOrderOperator, OpOverload, schema
 from pytest_gtrainer.attack.queues import (
     RECEIVE,
@@ -564,6 +568,9 @@ def _payload(node: fx.Node) -> str:
     """Return what has to be equal on all ranks: dtype and reduction, root, and size where it is."""
     parts = []
     reduction = reduction_of(node)
+    if reduction is None:
+        owner = node.graph.owning_module
+        reduction = boxed_reduction(argument_of(node, "reduce_op"), owner)
     if reduction is not None:
         parts.append(reduction)
 

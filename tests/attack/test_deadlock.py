@@ -9,7 +9,9 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.distributed as dist
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from pytest_gtrainer import (
     Collective,
@@ -483,6 +485,30 @@ def test_roots_and_sizes_of_operators_in_place_are_compared(kind):
         assert_no_deadlock({0: one, 1: in_place(kind, "few", 1)}, groups=GROUPS)
     with pytest.raises(Deadlock, match=r"root 0 float32\[2\] .*root 0 float32\[4\]"):
         assert_no_deadlock({0: one, 1: in_place(kind, "wide", 0)}, groups=GROUPS)
+
+
+REDUCING = {
+    "all_reduce": lambda x, op: dist.all_reduce(x, op=op),
+    "all_reduce_coalesced": lambda x, op: dist.all_reduce_coalesced([x, x], op=op),
+    "reduce": lambda x, op: dist.reduce(x, 0, op=op),
+    "reduce_scatter_tensor": lambda x, op: dist.reduce_scatter_tensor(x[:2].clone(), x, op=op),
+}
+
+
+@pytest.mark.gt_world("fake", size=2)
+@pytest.mark.parametrize("call", REDUCING)
+def test_reductions_of_operators_in_place_are_compared(gt_world, call):
+    """They are boxed objects, which have the number of their kind."""
+
+    def traced(op):
+        return make_fx(lambda x: (REDUCING[call](x, op), x * 1)[1])(torch.ones(4))
+
+    ops = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.AVG
+    one, *others = map(traced, ops)
+    assert_no_deadlock({0: one, 1: traced(ops[0])})
+    for name, other in zip(("max", "avg"), others, strict=True):
+        with pytest.raises(Deadlock, match=rf"with sum .*with {name}"):
+            assert_no_deadlock({0: one, 1: other})
 
 
 def test_a_batch_of_what_is_no_message():

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fixtures.training import llama3_training
 from pytest_gtrainer import NetModel
 from pytest_gtrainer.references.simulated import simulated_eager
+from pytest_gtrainer.worlds import ranks_text
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel
 from pytest_gtrainer.worlds.simulated.threads import (
     NotOnThreads,
@@ -622,6 +623,54 @@ def test_a_group_that_some_ranks_do_not_make(absent, member, times):
     ]
     for count in counts:
         assert count in complaint
+
+
+@pytest.mark.parametrize("leaving", [[0], [3], [0, 1, 2]])
+@pytest.mark.parametrize("members", [[0, 1, 2, 3], None])
+def test_a_group_that_some_ranks_destroy(leaving, members):
+    """Of all ranks, also the default one."""
+
+    def destroys(rank):
+        group = dist.new_group(members) if members else None
+        dist.barrier()
+        if rank in leaving:
+            dist.destroy_process_group(group)
+
+    complaint = failure_of(CollectiveMismatch, destroys)
+    staying = [rank for rank in range(4) if rank not in leaving]
+    assert complaint.startswith(f"{ranks_text(leaving)} destroyed the group of ranks 0-3")
+    assert f"and {ranks_text(staying)} did not: NCCL may wait" in complaint
+
+
+@pytest.mark.parametrize("call", ["allreduce", "broadcast", "barrier", "send", "recv"])
+def test_a_group_that_was_destroyed_is_used(call):
+    """By its own methods, as DDP uses it; torch's functions refuse it themselves."""
+
+    def uses(rank):
+        group = dist.new_group([0, 1, 2, 3])
+        dist.destroy_process_group(group)
+        given = {"send": (0, 0), "recv": (0, 0), "broadcast": (dist.BroadcastOptions(),)}
+        if call == "barrier":
+            group.barrier()
+        getattr(group, call)([torch.ones(1)], *given.get(call, ()))
+
+    complaint = failure_of(ValueError, uses).replace("all_reduce", "allreduce")
+    assert complaint.startswith(f"{call} in the group of ranks 0-3")
+    assert "which rank 0 has destroyed" in complaint
+
+
+def test_all_ranks_destroy_a_group_and_make_it_again():
+    def makes(rank):
+        total = torch.ones(2)
+        for _ in range(2):
+            if rank in (1, 3):
+                group = dist.new_group([1, 3], use_local_synchronization=True)
+                dist.all_reduce(total, group=group)
+                dist.destroy_process_group(group)
+        dist.destroy_process_group()
+        return total.tolist()
+
+    assert run_threads(4, makes, net=NET)[2:] == [[1.0, 1.0], [4.0, 4.0]]
 
 
 def test_a_group_that_its_members_make_alone():

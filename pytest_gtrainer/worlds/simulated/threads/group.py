@@ -159,6 +159,7 @@ class MeetingPlace:
         self.arrivals = dict.fromkeys(ranks, 0)
         self.open: dict[int, Meeting] = {}  # by their numbers
         self.gave: set[int] = set()  # the ranks that gave or wanted a tensor, as in no barrier
+        self.left: set[int] = set()  # the ranks that have destroyed their group
 
     def arrive(self, rank: int, call: Issued) -> Meeting:
         """Add the call of a rank to its next meeting."""
@@ -229,6 +230,12 @@ class SharedGroups:
                 f"in, too, and real ranks wait for it; groups made by {counts}"
             )
         for meeting_place in self._meeting_places.values():
+            staying = set(meeting_place.ranks) - meeting_place.left
+            if meeting_place.left and staying:
+                return (
+                    f"{ranks_text(meeting_place.left)} destroyed {meeting_place.text}, and "
+                    f"{ranks_text(staying)} did not: NCCL may wait until every member has"
+                )
             for meeting in meeting_place.open.values():
                 called = f"{ranks_text(meeting.calls)} called {meeting.text}"
                 return f"{called}, and ended before {meeting.missing} did"
@@ -292,6 +299,8 @@ class ThreadGroup(dist.ProcessGroup):
         self._shared, self._team = shared, shared.team
         self._global_rank, self._name, self._members = rank, name, tuple(ranks)
         self._meeting_place = shared.meeting_place(name, self._members)
+        # A group that its members alone make may have the name of an earlier one.
+        self._meeting_place.left.discard(rank)
 
     @property
     def issued(self) -> int:
@@ -329,6 +338,10 @@ class ThreadGroup(dist.ProcessGroup):
         if tensors:
             notify("communicates", ranks=self._members)
         name = text.partition(" ")[0]
+        if self._global_rank in self._meeting_place.left:
+            raise ValueError(
+                f"{name} in {self._meeting_place.text}, which rank {self._global_rank} has destroyed"
+            )
         # Other ranks would get tensors without data, and run while torch's switches are moved.
         if active_fake_mode() is not None:
             raise NoModel(
@@ -546,7 +559,8 @@ class ThreadGroup(dist.ProcessGroup):
         return BACKEND
 
     def shutdown(self) -> None:
-        """Do nothing: there is nothing to shut down."""
+        """Note that this rank destroys the group: ``destroy_process_group`` calls this."""
+        self._meeting_place.left.add(self._global_rank)
 
 
 def _reduction(opts: Any) -> tuple[str, dict[str, Any]]:

@@ -95,6 +95,10 @@ class Rule:
         """Return whether the rule is about this cell, on this machine."""
         if self.needs_gpu and torch.cuda.is_available():
             return False
+        return self.names(cell)
+
+    def names(self, cell: Cell) -> bool:
+        """Return whether the rule is about this cell, on any machine."""
         return all(cell[axis] in _one_or_several(want) for axis, want in self.where.items())
 
 
@@ -109,8 +113,9 @@ class Sweep:
     """Settings by axis, and the rules about their combinations.
 
     Raises:
-        ValueError: a rule names an axis or a setting that the sweep does not have, and so could
-            never fit; or an axis has no setting, so there is no cell.
+        ValueError: a rule could never apply, since it names an axis or a setting that the sweep
+            does not have, or since earlier rules fit all of its cells; or an axis has no setting,
+            so there is no cell, or a setting twice.
     """
 
     name: str
@@ -123,6 +128,12 @@ class Sweep:
                 raise ValueError(
                     f"sweep {self.name!r}: the axis {axis!r} has no setting, so there is no cell"
                 )
+            for place, setting in enumerate(settings):
+                if setting in settings[:place]:
+                    raise ValueError(
+                        f"sweep {self.name!r}: the axis {axis!r} has {setting!r} twice: take one "
+                        "out (1, 1.0 and True are one setting)"
+                    )
         for rule in self.rules:
             for axis, want in rule.where.items():
                 known = self.axes.get(axis)
@@ -130,6 +141,18 @@ class Sweep:
                     raise ValueError(
                         f"sweep {self.name!r}: a rule speaks of {axis}={want!r}, which no cell has"
                     )
+        taken: set[int] = set()
+        for number, rule in enumerate(self.rules, 1):
+            own = {place for place, cell in enumerate(self.cells) if rule.names(cell)}
+            if own <= taken:
+                raise ValueError(
+                    f"sweep {self.name!r}: no cell is left for rule {number}, {rule.claim!r} where "
+                    f"{dict(rule.where) or 'anything'}, as the first rule that fits counts: put it "
+                    "before the others, or take it out"
+                )
+            # With a GPU the next rule that fits counts.
+            if not rule.needs_gpu:
+                taken |= own
 
     @property
     def cells(self) -> list[Cell]:

@@ -242,3 +242,34 @@ def test_a_cell_of_another_sweep_is_refused():
         (cell,) = Sweep("other", axes, []).cells
         with pytest.raises(ValueError, match="is no cell of sweep 'sums', whose axes are order"):
             sweep.rule(cell)
+
+
+ALL, FIRST, REST = {}, {"a": 1}, {"a": (2, 3)}
+ON_GPU = Rule("not judged", reason="needs a GPU", needs_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("wheres", "number"),
+    [
+        ([ALL, FIRST], 2),
+        ([ALL, ALL], 2),
+        ([FIRST, REST, ALL], 3),
+        ([FIRST, {"a": (1, 2)}, {"a": 2}, ALL], 3),
+        ([ON_GPU, ALL, ON_GPU], 3),
+    ],
+)
+def test_a_rule_that_earlier_ones_leave_no_cell_is_refused(wheres, number):
+    """A rule that needs a GPU leaves all cells."""
+    rules = []
+    for where in wheres:
+        rules.append(where if isinstance(where, Rule) else Rule("equal", where, to="x"))
+    axes = {"a": (1, 2, 3), "b": (False, True)}
+    with pytest.raises(ValueError, match=f"no cell is left for rule {number}, .* put it before"):
+        Sweep("s", axes, rules)
+    Sweep("s", axes, rules[: number - 1])
+
+
+@pytest.mark.parametrize("settings", [(1, 1), ["x", "y", "x"], (0, False), (1, 2, 1.0)])
+def test_a_setting_that_comes_twice_is_refused(settings):
+    with pytest.raises(ValueError, match=r"the axis .b. has .* twice: take one out"):
+        Sweep("s", {"a": (1, 2), "b": settings}, [])

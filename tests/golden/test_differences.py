@@ -202,7 +202,6 @@ def test_garbage_collection_is_as_it_was(enabled):
         assert gc.isenabled() == enabled
         assert 0 < gc.get_freeze_count() <= frozen
     finally:
-        gc.unfreeze()
         (gc.enable if was_enabled else gc.disable)()
 
 

@@ -12,7 +12,7 @@ from pytest_gtrainer.over_time import found
 @pytest.fixture(autouse=True)
 def objects_of_other_tests_are_not_found():
     gc.collect()
-    gc.freeze()  # the package unfreezes them at its end
+    gc.freeze()
 
 
 class FSDPLike(nn.Linear):

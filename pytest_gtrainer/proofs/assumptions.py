@@ -49,7 +49,8 @@ def taken_on_trust(arithmetics: Sequence[Arithmetic], reads: int) -> list[str]:
         names = ", ".join(sorted(opaque))
         found.append(f"{names} depend on nothing but their arguments, and write to none of them")
     if meant:
-        found.append(f"{', '.join(sorted(meant))} compute what their meaning(...) says")
+        their = "its" if len(meant) == 1 else "their"
+        found.append(f"{_they_compute(sorted(meant))} what {their} meaning(...) says")
     if reads:
         found.append(f"numbers that the program reads stay what they are ({reads} are read)")
     if chosen:
@@ -106,6 +107,12 @@ def unlike_operators(actual: Sequence[Arithmetic], expected: Sequence[Arithmetic
 def says_unlike(operators: Sequence[str]) -> str:
     """Say that a difference may come from operators of unknown meaning."""
     return (
-        f"the results differ, and nobody knows what {', '.join(operators)} compute: "
+        f"the results differ, and nobody knows what {_they_compute(operators)}: "
         "say it with meaning(operator, reference)"
     )
+
+
+def _they_compute(operators: Sequence[str]) -> str:
+    """Return names with their verb: "a computes", "a, b compute"."""
+    verb = "computes" if len(operators) == 1 else "compute"
+    return f"{', '.join(operators)} {verb}"

@@ -375,7 +375,7 @@ def test_an_operator_of_a_user_is_opaque_until_it_has_a_meaning():
     with meaning("gt_proofs::scaled", lambda x, by: x * by):
         meant = prove(by_operator, by_hand, inputs=(X, W, B))
         assert meant.kind == "identical"
-        assert "gt_proofs.scaled.default compute what their meaning(...) says" in meant.assumes
+        assert "gt_proofs.scaled.default computes what its meaning(...) says" in meant.assumes
     with meaning("gt_proofs::scaled", lambda x, by: x * by * 2):
         assert prove(by_operator, by_hand, inputs=(X, W, B)).kind == "another function"
     assert prove(by_operator, by_hand, inputs=(X, W, B)).kind == "unknown", "it is gone"

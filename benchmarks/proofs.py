@@ -2,6 +2,7 @@
 
     python -m benchmarks.proofs [--ranks 8] [--rounds 3] [--layers 8 32 126] [--deepseek]
     python -m benchmarks.proofs --compile
+    python -m benchmarks.proofs --same-model [--rounds 3]
 
 CPU seconds on one thread, of the rewritten training step of Llama 3 in the debug flavor, ranks on
 two nodes. Every run copies the graph and its inputs; a run in an arithmetic computes the real
@@ -13,15 +14,24 @@ product in the middle, of which only what is not shared runs.
 
 ``--compile`` proves instead every stage of torch.compile of ten models, and compares the seconds with
 those of the compilation, without and with generated code.
+
+``--same-model`` proves instead a parallel Llama 3 on 8 gloo ranks (2 x 2 x 2), and compares the
+seconds of all ranks with those of one eager step of the same: building it, forward and backward.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
+import os
+import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,8 +67,11 @@ def main() -> int:
     parser.add_argument("--layers", type=int, nargs="+", default=[])
     parser.add_argument("--deepseek", action="store_true", help="DeepSeek-V3 instead of Llama 3")
     parser.add_argument("--compile", action="store_true", help="stages of torch.compile")
+    parser.add_argument("--same-model", action="store_true", help="assert_same_model on 8 ranks")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.same_model:
+        return 0 if report_same_model(options.rounds) else 1
     if options.compile:
         return 0 if report_compilations() else 1
     net = NetModel.of_world(options.ranks, nodes=2)
@@ -80,6 +93,60 @@ def main() -> int:
         print(f"{len(gm.graph.nodes)} nodes on {options.ranks} ranks")
         times = measure(contestants, options.rounds)
     return 0 if report(times, None, GOALS) else 1
+
+
+ON_RANKS = """
+import json, time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fixtures.combinations import Combination
+from fixtures.models.loss import ce_step
+from pytest_gtrainer import assert_same_model
+
+RIGHT = Combination({{"dp": 2, "cp": 2, "tp": 2}})
+
+def seconds(function):
+    begin = time.process_time()
+    function()
+    spent = torch.tensor(time.process_time() - begin)
+    dist.all_reduce(spent)
+    return float(spent)
+
+@pytest.mark.gt_world("ranks", size=8, mesh=RIGHT.mesh)
+def test_in_turns(gt_mesh):
+    torch.set_num_threads(1)
+
+    def step():
+        model, step = RIGHT.parallel(gt_mesh)
+        step(model, *RIGHT.batch(gt_mesh.get_local_rank("dp"))).backward()
+
+    def proof():
+        options = RIGHT.options(gt_mesh)
+        assert_same_model(RIGHT.parallel, RIGHT.reference, ce_step, RIGHT.batch, **options)
+
+    for _ in range({rounds} + 1):
+        times = {{"step": seconds(step), "proof": seconds(proof)}}
+        if dist.get_rank() == 0:
+            with open("seconds", "a") as file:
+                print(json.dumps(times), file=file)
+"""
+
+
+def report_same_model(rounds: int) -> bool:
+    """Print the seconds of a proof and of a step on 8 ranks; whether a proof takes 8 times that."""
+    root = Path(__file__).parents[1]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "test_in_turns.py").write_text(ON_RANKS.format(rounds=rounds))
+        command = [sys.executable, "-m", "pytest", "-q", "--gt-gpus=8", "-p", "no:cacheprovider"]
+        environment = {**os.environ, "PYTHONPATH": str(root)}
+        subprocess.run([*command, "--gt-timeout=600"], cwd=folder, env=environment, check=True)
+        lines = Path(folder, "seconds").read_text().splitlines()
+    runs = list(map(json.loads, lines))[1:]
+    times = {name: statistics.median(run[name] for run in runs) for name in ("step", "proof")}
+    return report(times, None, [Goal("proof", "step", 8)])
 
 
 def report_compilations() -> bool:

@@ -86,6 +86,7 @@ class ArithmeticMode(TorchDispatchMode):
             operands, its results, and ``shadows.read``.
         exchange: carries out a collective of this rank, given this mode, the operator, and its
             arguments; None where no ranks communicate.
+        has_communicated: the program has come to a collective.
     """
 
     supports_higher_order_operators = True
@@ -98,6 +99,7 @@ class ArithmeticMode(TorchDispatchMode):
         self.decided = Marks()
         self.on_result: Callable[..., None] | None = None
         self.exchange: Callable[[ArithmeticMode, Any, Any, Any], Any] | None = None
+        self.has_communicated = False
         self._asked: Counter[str] = Counter()  # operators on what was compared
         self._digits = Shadows()  # of known numbers in float32, the bits in float64
         self._inside: list[Any] = []  # operators that are being taken apart
@@ -149,8 +151,10 @@ class ArithmeticMode(TorchDispatchMode):
             return func(*args, **kwargs)  # a fake tensor asks for shapes
         if foreign:
             return NotImplemented  # DTensor first: its local operators come back here
-        if self.exchange is not None and func.namespace in COMMUNICATING:
-            return self.exchange(self, func, args, kwargs)
+        if func.namespace in COMMUNICATING:
+            self.has_communicated = True
+            if self.exchange is not None:
+                return self.exchange(self, func, args, kwargs)
         base = base_name(func)
         tensors = tensors_in(args, kwargs)
         if not any(map(self.shadows.has, tensors)):

@@ -22,6 +22,7 @@ from pytest_gtrainer import facts
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.field import Field, FieldWithExponents
+from pytest_gtrainer.arithmetic.hashing import scramble
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode, CountReads
 from pytest_gtrainer.arithmetic.numbers import Numbers, numbers_of
 from pytest_gtrainer.arithmetic.prime import P, Prime
@@ -59,7 +60,7 @@ from pytest_gtrainer.references.sides import (
 )
 from pytest_gtrainer.references.simulated import mesh_of
 from pytest_gtrainer.references.weights import spell_weights
-from pytest_gtrainer.worlds.gathering import gather_objects
+from pytest_gtrainer.worlds.gathering import gather_objects, on_first_rank
 from pytest_gtrainer.worlds.simulated import VacuousCheck
 from pytest_gtrainer.worlds.simulated.net import NetModel
 from pytest_gtrainer.worlds.simulated.threads.run import run_threads
@@ -146,10 +147,11 @@ def assert_same_model(
     before: Mapping[str, Tensor] = {}
     for kind in _CASTS:
         try:
-            before = before or _reference_now(models, mesh).results()
-            proof, idle = _proof_of(kind, models, mesh, loss_dims)
-            if proof.kind == kind:
-                _check_reference_stays(before, _reference_now(models, mesh).results())
+            if not before:
+                reference_side = _reference_now(models, mesh)
+                before = reference_side.results()
+                models = replace(models, is_shared=_is_alike_on_ranks(reference_side))
+            proof, idle = _proof_of(kind, models, mesh, loss_dims, before)
         except NoMeaning as error:
             proof = Proof("unknown", reason=str(error))
         if proof.kind in (kind, "unknown"):
@@ -249,6 +251,18 @@ def _reference_now(models: Models, mesh: DeviceMesh | None) -> SideResults:
         return models.run_reference(mode, coordinates, True)
 
 
+def _is_alike_on_ranks(side: SideResults) -> bool:
+    """Return whether the reference may run on the first of real ranks, for all.
+
+    A reference that communicates has to run on all of them.
+    """
+    if not has_real_ranks():
+        return False
+    digests = [int(scramble(own.flatten()).sum()) for own in side.results().values()]
+    of_ranks = gather_objects((side.has_communicated, digests))
+    return all(each == (False, digests) for each in of_ranks)
+
+
 def _check_reference_stays(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
     """Refuse a reference that is another function since the parallel model has been built.
 
@@ -291,17 +305,27 @@ def _are_equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
 
 
 def _proof_of(
-    kind: Kind, models: Models, mesh: DeviceMesh | None, dims: Sequence[str]
+    kind: Kind,
+    models: Models,
+    mesh: DeviceMesh | None,
+    dims: Sequence[str],
+    before: Mapping[str, Tensor],
 ) -> tuple[Proof, Sequence[str]]:
     """Return whether the two are equal in a kind, in each arithmetic that may find it.
 
     The dimensions of the mesh along which nothing is parallel come second, if they are equal.
     Where elements decide something, or have few square roots, they run again with others.
+
+    Args:
+        before: what the reference has made before the parallel model was built.
     """
     subject = _Subject(models, mesh, dims)
+    after: Mapping[str, Tensor] = {}
     for field in (Field, FieldWithExponents):
         make_arithmetic = partial(field, casts=_CASTS[kind])
         both = subject.in_field(kind, make_arithmetic())
+        if field is Field and kind != _LAST and both.expected.is_scaled:
+            after = both.expected.results()  # the same run as the one before
         if both.proof.kind == kind:
             both = _in_further_runs(kind, subject, make_arithmetic, both)
         has_functions = any(side.has_functions for side in (*both.found, both.expected))
@@ -317,6 +341,8 @@ def _proof_of(
         alike = make_arithmetic()
         alike.order_as(both.arithmetic)
         return replace(proof, origin=_first_module(proof.first, both, subject, alike)), idle
+    if proof.kind == kind:
+        _check_reference_stays(before, after or _reference_now(models, mesh).results())
     return proof, idle
 
 
@@ -615,9 +641,13 @@ def _run_both_sides(
         )
     _, coordinates = data_coordinate(mesh, models.data_dims)
     mode = ArithmeticMode(alike)
-    expected = models.run_reference(mode, coordinates, is_scaled.pop(), follows)
-    expected.note(mode)
-    return found, expected
+
+    def run_reference() -> SideResults:
+        side = models.run_reference(mode, coordinates, found[0].is_scaled, follows)
+        side.note(mode)
+        return side
+
+    return found, on_first_rank(run_reference) if models.is_shared else run_reference()
 
 
 def _join_shares(

@@ -76,6 +76,7 @@ class SideResults:
         known: names of buffers, and of modules that are not registered: their numbers stay.
         drawn: operators by which the step has drawn random numbers; of the reference alone.
         is_compiled: a module is compiled, and has run as it was before.
+        has_communicated: of the reference: its step, or what builds it, came to a collective.
         parallel_dims: dimensions of the mesh along which the step of a rank communicates, or along
             which it has a part of a parameter.
     """
@@ -99,6 +100,7 @@ class SideResults:
     known: list[str] = field(default_factory=list)
     drawn: set[str] = field(default_factory=set)
     is_compiled: bool = False
+    has_communicated: bool = False
     parallel_dims: set[str] = field(default_factory=set)
 
     def note(self, mode: ArithmeticMode) -> None:
@@ -126,7 +128,11 @@ class SideResults:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The arguments of ``assert_same_model``."""
+    """The arguments of ``assert_same_model``.
+
+    Attributes:
+        is_shared: on real ranks the reference runs on the first one, for all.
+    """
 
     parallel: Callable[..., Any]
     reference: Callable[[], nn.Module]
@@ -135,6 +141,7 @@ class Models:
     data_dims: Sequence[str]
     combine: Combine = "mean"
     local: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    is_shared: bool = False
 
     def run_reference(
         self, mode: ArithmeticMode, coordinates: int, is_scaled: bool, follows: bool = False
@@ -183,6 +190,7 @@ class Models:
                 side.whole = elements_of(mode, whole)
                 backward(whole, scale)
             _take_gradients(side, mode, model)
+        side.has_communicated = mode.has_communicated
         return side
 
     def _combined(self, losses: Sequence[Tensor]) -> Tensor:

@@ -656,3 +656,39 @@ def test_a_rank_without_its_part_of_a_loss(gt_mesh, without):
     parts = {"mesh": gt_mesh, "data_dims": (), "loss_dims": ("cp",)}
     with pytest.raises(ValueError, match=f"returns no loss on rank {without}, and a part of it on"):
         assert_same_model(parallel, make_model, step, batch, **parts)
+
+
+class Counted(nn.Linear):
+    """Counts how often this rank calls it by itself; FSDP2 calls another class."""
+
+    calls = 0
+
+    def forward(self, x):
+        if type(self) is Counted:
+            Counted.calls += 1
+        return super().forward(x)
+
+
+def counted_in_parallel(mesh):
+    return fully_shard(Counted(DIM, 4), mesh=mesh["dp"])
+
+
+def communicating_squares(model, x):
+    ones = torch.ones(1, dtype=torch.int64)
+    dist.all_reduce(ones)
+    return squares(model, x) * ones / dist.get_world_size()
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("ranks", size=2, mesh={"dp": 2})
+@pytest.mark.parametrize("own_step", [squares, communicating_squares])
+def test_the_reference_runs_on_one_rank_unless_it_communicates(own_step, gt_mesh):
+    Counted.calls = 0
+    proof = assert_same_model(
+        counted_in_parallel, lambda: Counted(DIM, 4), own_step, own, mesh=gt_mesh
+    )
+    assert proof.kind == "reordered"
+    batches = gt_mesh.size()
+    # Once before the parallel model is built, on all ranks.
+    ran_again = Counted.calls > batches
+    assert ran_again == (dist.get_rank() == 0 or own_step is communicating_squares)

@@ -1,0 +1,41 @@
+"""Objects travel between real ranks."""
+
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from pytest_gtrainer.worlds.gathering import on_first_rank
+
+
+class Unsendable(Exception):
+    def __init__(self):
+        super().__init__("with a lock")
+        self.lock = threading.Lock()
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("ranks", size=2)
+def test_what_the_first_rank_makes(gt_world):
+    assert on_first_rank(dist.get_rank) == 0
+    assert on_first_rank(lambda: {"a": [1, None]}) == {"a": [1, None]}
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("ranks", size=2)
+def test_what_the_first_rank_raises_is_raised_on_all(gt_world):
+    """Also what cannot be sent: the other ranks wait for it."""
+
+    def fails():
+        raise ValueError(f"on rank {dist.get_rank()}")
+
+    def fails_with_a_lock():
+        raise Unsendable
+
+    with pytest.raises(ValueError, match="on rank 0"):
+        on_first_rank(fails)
+    with pytest.raises(Exception, match="with a lock"):
+        on_first_rank(fails_with_a_lock)
+    with pytest.raises(RuntimeError, match="has made what cannot be sent: lock"):
+        on_first_rank(threading.Lock)
+    assert on_first_rank(lambda: 1) == 1

@@ -52,3 +52,16 @@ def means(request, monkeypatch, gt_dense_flex_attention):
     graphs = sys.modules.get("torchtitan.experiments.graph_trainer.cudagraph")
     if graphs is not None and request.config.getoption("--gt-cuda-as"):
         monkeypatch.setattr(graphs, "is_cudagraph_compatible", lambda gm, **options: False)
+
+
+@pytest.fixture(autouse=True)
+def ranges_of_an_older_torch(monkeypatch):
+    """Leave a set of ranges on a tensor that is marked without one, as torch did in its nightlies."""
+    mark = torch._dynamo.mark_dynamic
+
+    def mark_dynamic(tensor, index, **options):
+        mark(tensor, index, **options)
+        if not hasattr(tensor, "_dynamo_dynamic_range"):
+            tensor._dynamo_dynamic_range = set()
+
+    monkeypatch.setattr(torch._dynamo, "mark_dynamic", mark_dynamic)

@@ -32,10 +32,10 @@ _STARTS_PROCESSES = (
 )
 _OWN_PROCESSES = " or ".join(_STARTS_PROCESSES)
 _ALONE = f"not ({_OWN_PROCESSES})"
-# FlexAttention, expert parallelism, CUDA graphs, numbers of memory, a module that torch lacks.
+# FlexAttention, expert parallelism, CUDA graphs, numbers of memory, what torch 2.15 lacks.
 _WANTS_MEANS = (
     "FlexAttn or TestTraceModels or block_mask or real_dsv3 or SACPeak or precompile_vs_trace "
-    "or PostProcessor"
+    "or PostProcessor or copies_only_shape"
 )
 _CUDA = ["--gt-cuda-as=cpu", "--gt-gpus=8"]
 
@@ -66,6 +66,7 @@ RUNS = {
         select=f"({_WANTS_MEANS}) and {_ALONE}",
     ),
     "worlds": Run(_CUDA, ("passes", "numerics", "trace_module"), ours=True),
+    "twice": Run(_CUDA, ("bitwise",), ours=True),
 }
 # Files that take longer than LIMIT, run in parts: of each, a part of the names of its tests.
 PARTS = {

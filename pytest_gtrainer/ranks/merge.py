@@ -90,11 +90,35 @@ def reports_of(item: pytest.Item, outcome: RanksOutcome) -> list[pytest.TestRepo
         merged.sort(key=lambda report: PHASES.index(report.when))
 
     # What every rank reports for the page of the run, not only the rank whose report is shown.
+    properties = _properties_of(test.by_rank)
     for report in merged:
+        report.user_properties = properties
         report.gt_shown = {}  # type: ignore[attr-defined]
     for rank, facts in _claims(test.by_rank, "gt_facts").items():
         merged[-1].gt_shown[rank] = select_shown(facts)
     return merged
+
+
+def _properties_of(by_rank: Mapping[int, RankReports]) -> list[tuple[str, object]]:
+    """Return what the first rank has recorded for JUnit, and of the others what differs from it.
+
+    Those are named after their ranks.
+    """
+    first: list[tuple[str, object]] | None = None
+    others: dict[tuple[str, str], list[int]] = {}
+    for rank, phases in by_rank.items():
+        recorded = list[tuple[str, object]]()
+        for report in phases.values():
+            recorded = list(map(tuple, report.user_properties)) or recorded
+        if first is None:
+            first = recorded
+        for name, value in dict.fromkeys((name, str(value)) for name, value in recorded):
+            if (name, value) not in [(own, str(known)) for own, known in first]:
+                others.setdefault((name, value), []).append(rank)
+    found = first or []
+    for (name, value), ranks in others.items():
+        found.append((f"{name} ({ranks_text(ranks)})", value))
+    return found
 
 
 def passes(item: pytest.Item, outcome: RanksOutcome) -> bool:

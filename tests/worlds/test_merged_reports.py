@@ -6,7 +6,13 @@ import re
 import pytest
 
 from pytest_gtrainer.ranks.inside.session import summary_of
-from pytest_gtrainer.ranks.merge import PHASES, STRICT, MergedTest, result_of
+from pytest_gtrainer.ranks.merge import (
+    PHASES,
+    STRICT,
+    MergedTest,
+    _properties_of,
+    result_of,
+)
 from pytest_gtrainer.ranks.objections import controls_that_never_differ
 from pytest_gtrainer.ranks.watch import Incident, RanksOutcome
 from pytest_gtrainer.ranks.wire import GroupState, ItemDone, Raised
@@ -487,3 +493,31 @@ def test_a_message_that_nobody_receives_fails_the_test(tmp_path):
     ):
         assert run[name].outcome == "failed"
         assert words in run[name].message
+
+
+@pytest.mark.parametrize(
+    ("recorded", "expected"),
+    [
+        ({}, []),
+        ({0: [], 1: []}, []),
+        ({0: [("a", 1)], 1: [("a", 1)]}, [("a", 1)]),
+        ({1: [("a", 1)], 2: [("a", 1)]}, [("a", 1)]),
+        ({0: [("a", 1), ("a", 1)], 1: [("a", 1)]}, [("a", 1), ("a", 1)]),
+        ({0: [("a", 0)], 1: [("a", 1)], 2: [("a", 1)]}, [("a", 0), ("a (ranks 1, 2)", "1")]),
+        ({0: [], 1: [], 2: [("b", 5)]}, [("b (rank 2)", "5")]),
+        ({0: [("a", 1)], 1: [["a", 1], ["b", 2]]}, [("a", 1), ("b (rank 1)", "2")]),
+    ],
+)
+def test_what_ranks_record_for_junit_is_that_of_the_first_and_what_others_have_else(
+    recorded, expected
+):
+    """The last phase has all; a rank that was lost has fewer phases."""
+    by_rank = {}
+    for rank, properties in recorded.items():
+        by_rank[rank] = {
+            "setup": report("setup", user_properties=properties[:1]),
+            "call": report(user_properties=properties),
+        }
+        if rank < 2:
+            by_rank[rank]["teardown"] = report("teardown", user_properties=properties)
+    assert _properties_of(by_rank) == expected

@@ -109,7 +109,7 @@ def _properties_of(by_rank: Mapping[int, RankReports]) -> list[tuple[str, object
     for rank, phases in by_rank.items():
         recorded = list[tuple[str, object]]()
         for report in phases.values():
-            recorded = list(map(tuple, report.user_properties)) or recorded
+            recorded = [(name, value) for name, value in report.user_properties] or recorded
         if first is None:
             first = recorded
         for name, value in dict.fromkeys((name, str(value)) for name, value in recorded):

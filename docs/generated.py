@@ -95,7 +95,7 @@ def options_table() -> str:
 
 def operators_table() -> str:
     """The table of operators in ``proofs.md``, from the one table that the arithmetics read."""
-    from pytest_gtrainer.arithmetic import field, kernels, operators
+    from pytest_gtrainer.arithmetic import complexes, field, kernels, operators
 
     decisions = operators.COMPARISONS | operators.TRUTHS | operators.SORTS | set(operators.FINITE)
     known = operators.MOVES | operators.FACTORIES | operators.UNINITIALISED | operators.CASTS
@@ -119,6 +119,11 @@ def operators_table() -> str:
             "kernels that torch does not decompose",
             "are taken apart in a field",
             {operators.base_name(operator) for operator in kernels.KERNELS},
+        ),
+        (
+            "of complex numbers",
+            "are made of real ones, beside views and moves",
+            set(complexes.FORMULAS),
         ),
         (
             "other functions of each element",

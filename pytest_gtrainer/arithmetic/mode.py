@@ -33,7 +33,10 @@ from pytest_gtrainer._torch.arithmetic import (
 from pytest_gtrainer._torch.random_states import without_modes
 from pytest_gtrainer._torch.tracing import new_fake_mode
 from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, schema
+from pytest_gtrainer.arithmetic import hashing
 from pytest_gtrainer.arithmetic.base import FEW_NUMBERS, Arithmetic, Call, mapped
+from pytest_gtrainer.arithmetic.complexes import MAKERS, compute_by_parts
+from pytest_gtrainer.arithmetic.complexes import ROUND_NOTHING as EACH_PART_ALONE
 from pytest_gtrainer.arithmetic.field import Field
 from pytest_gtrainer.arithmetic.formulas import given_meaning, parts_of
 from pytest_gtrainer.arithmetic.kernels import KERNELS
@@ -266,6 +269,8 @@ class ArithmeticMode(TorchDispatchMode):
             if not self._is_followed(args, result):
                 raise NoMeaning(f"{func} computes in a way that no dispatch mode sees")
             return result
+        if base in MAKERS or self._have_parts(tensors_in(args, kwargs)):
+            return self._of_complex(func, base, args, kwargs)
         if base.startswith(("_unsafe_index", "_unsafe_masked_index")):
             _check_places(func, args, kwargs)
         if schema(func).is_mutable:
@@ -274,6 +279,37 @@ class ArithmeticMode(TorchDispatchMode):
         results = tensors_in(result)
         self._compute(func, base, args, kwargs, results)
         self._report(func, (args, kwargs), results)
+        return result
+
+    def _have_parts(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether there are complex numbers, and all of them have parts.
+
+        Those that an opaque operator has made, as of a Fourier transform, have none.
+        """
+        of_complex = [tensor for tensor in tensors if tensor.is_complex()]
+        return bool(of_complex) and not any(map(self.shadows.has_complex, of_complex))
+
+    def _of_complex(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
+        """Carry out an operator on complex numbers by operators on their parts."""
+        if schema(func).is_mutable:
+            raise NoMeaning(f"{func} writes complex numbers")
+        result = func(*args, **kwargs)
+        if not isinstance(result, Tensor) or not result.is_complex():
+            raise NoMeaning(f"{func} of complex numbers")
+        if base in CASTS and result.dtype != args[0].dtype:
+            raise NoMeaning(f"{func} casts complex numbers")
+        with self:
+            named = named_arguments(func, args, kwargs)
+            pair = compute_by_parts(func, base, named)
+            pairs = torch.stack([part.expand(result.shape) for part in pair], -1)
+        whole = torch.view_as_real(result)
+        self._adopt([whole], [pairs])
+        if not self.arithmetic.takes_apart and base not in EACH_PART_ALONE:
+            # A kernel of its own, which adds and rounds as nobody says.
+            value = self.shadows.read(whole)
+            if value is not None:
+                hashed = hashing.mix(hashing.of_name("complex", str(func)), [value.elements])
+                self.shadows.write(whole, hashed)
         return result
 
     def _is_followed(self, args: Any, result: Any) -> bool:

@@ -39,6 +39,11 @@ class Shadows:
         """Return whether a tensor is abstract."""
         return tensor.layout is torch.strided and self._find(tensor) is not None
 
+    def has_complex(self, tensor: Tensor) -> bool:
+        """Return whether a complex tensor has an element for each number, and not for its parts."""
+        shadow = self._find(tensor)
+        return shadow is not None and shadow.dtype.is_complex
+
     def read(self, tensor: Tensor) -> Value | None:
         """Return an abstract tensor's value, which shares the shadow; None for a known tensor."""
         if tensor.layout is not torch.strided:
@@ -46,6 +51,8 @@ class Shadows:
         shadow = self._find(tensor)
         if shadow is None:
             return None
+        if tensor.is_neg():
+            raise NoMeaning("a view of numbers with the other sign, as x.conj().imag is")
         if shadow.dtype != tensor.dtype:
             raise NoMeaning(
                 f"memory of abstract {shadow.dtype} numbers is read as {tensor.dtype}: "

@@ -188,6 +188,8 @@ def _result_of(mode: ArithmeticMode, tensor: Tensor) -> Result:
         raise NoMeaning("a result or an input on the meta device, which holds no numbers")
     if tensor.is_quantized:
         raise NoMeaning(f"a result or an input of {tensor.dtype}, which has scales beside numbers")
+    if mode.shadows.has(tensor) and not mode.shadows.has_complex(tensor):
+        tensor = parts_of_complex(tensor)
     value = mode.shadows.read(tensor)
     arithmetic = mode.arithmetic
     if value is None:
@@ -200,6 +202,12 @@ def _result_of(mode: ArithmeticMode, tensor: Tensor) -> Result:
     return Result(elements.clone(), value.dtype, False, exponents)
 
 
+def parts_of_complex(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as its parts, in the same memory; any other one as it is."""
+    is_plain = tensor.layout is torch.strided and not tensor.is_conj()
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() and is_plain else tensor
+
+
 def _with_numbers(tensors: Mapping[str, Tensor]) -> list[str]:
     found = []
     for name, tensor in tensors.items():
@@ -209,7 +217,8 @@ def _with_numbers(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def make_abstract(mode: ArithmeticMode, tensor: Tensor, name: Any) -> None:
-    """Make floating-point numbers abstract. A view of abstract memory is abstract already."""
+    """Make numbers with a fraction abstract. A view of abstract memory is abstract already."""
+    tensor = parts_of_complex(tensor)
     if not tensor.is_floating_point() or mode.shadows.has(tensor):
         return
     tensor = tensor.detach()

@@ -103,16 +103,29 @@ def take_apart(operator: Any, args: Any, kwargs: Any) -> Any:
 
 def dense_kernel_of(operator: HigherOrderOperator) -> Any:
     """Return the function that runs a higher-order operator by others; None if there is none."""
-    if operator.name() == "scan":
-        return _scan
+    # Their kernels refuse any active mode.
+    own = {"scan": _scan, "cond": _cond, "invoke_subgraph": _call, "strict_mode": _call_on_list}
+    if operator.name() in own:
+        return own[operator.name()]
     return operator.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
 
 
 def _scan(combine: Any, init: Any, xs: Any, additional_inputs: Any) -> Any:
-    # Its kernel refuses any active mode, and calls this.
     from torch._higher_order_ops.scan import generic_scan
 
     return generic_scan(combine, init, xs, additional_inputs=additional_inputs)
+
+
+def _cond(predicate: Any, true_branch: Any, false_branch: Any, operands: Any) -> Any:
+    return (true_branch if predicate else false_branch)(*operands)
+
+
+def _call(graph: Any, identifier: Any, *operands: Any) -> Any:
+    return graph(*operands)
+
+
+def _call_on_list(function: Any, operands: Any) -> Any:
+    return function(*operands)
 
 
 def run_kernel(operator: Any, args: Any, kwargs: Any) -> Any:

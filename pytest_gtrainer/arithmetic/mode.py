@@ -147,6 +147,9 @@ class ArithmeticMode(TorchDispatchMode):
             parts = dense_kernel_of(func)
             if parts is None:
                 raise NoMeaning(f"{func} runs functions in a way that nobody follows")
+            if func.name() == "cond" and isinstance(args[0], Tensor):
+                # By a given number one branch runs, and nobody knows the other one.
+                self.reads[str(func)] += args[0] not in self.decided
             with self:
                 return parts(*args, **kwargs)
         foreign = [each for each in types if each not in (Tensor, nn.Parameter)]

@@ -526,3 +526,56 @@ def test_a_comparison_that_failed_says_its_kind_in_a_line():
     assert line == "rounding or a bug? prove(f, g) says which kind of equal"
     line = kind_in_words(lambda: prove(torch.exp, torch.exp), nodes=3, call="prove(f, g)")
     assert line.startswith("in exact arithmetic: unknown, ValueError: two callables")
+
+
+def _branches(first, second):
+    return lambda x: (torch.cond(x.sum() > 0, first, second, (x,)),)
+
+
+def _made_by(tracer, function, *inputs):
+    if tracer == "function":
+        return function
+    if tracer == "dynamo":
+        made = []
+        torch._dynamo.reset()
+        torch.compile(function, backend=lambda gm, _: made.append(gm) or gm)(*inputs)
+        return made[0]
+    return make_fx(function, tracing_mode=tracer)(*inputs)
+
+
+@pytest.mark.parametrize("tracer", ["fake", "real", "dynamo"])
+def test_branches_of_a_cond_are_compared(tracer):
+    """Both of them: the orders take each; and a graph with the function that it is of."""
+    x = torch.randn(3, 4)
+    sin, cos = lambda x: x.sin(), lambda x: x.cos()
+    right = _made_by(tracer, _branches(sin, cos), x)
+    assert prove(right, _branches(sin, cos), inputs=(x,)).kind == "identical"
+    for first, second in ((cos, cos), (sin, sin), (cos, sin)):
+        wrong = _made_by(tracer, _branches(first, second), x)
+        assert prove(wrong, right).kind == "another function"
+
+
+def test_a_cond_of_a_given_number_takes_one_branch_and_says_so():
+    x, flag = torch.randn(3, 4), torch.tensor(True)
+
+    def by_flag(second):
+        return make_fx(lambda x, flag: torch.cond(flag, torch.sin, second, (x,)))(x, flag)
+
+    proof = prove(by_flag(torch.cos), by_flag(torch.tan), inputs=(x, flag))
+    assert proof.kind == "identical"
+    assert "numbers that the program reads stay what they are (2 are read)" in proof.assumes
+    assert prove(by_flag(torch.cos), by_flag(torch.tan), inputs=(x, ~flag)).kind != "identical"
+
+
+def test_a_graph_that_others_share_is_followed():
+    """Layers of a model that are one graph, called by ``invoke_subgraph``."""
+
+    def twice(function):
+        region = torch.compiler.nested_compile_region(lambda x: function(x))
+        return lambda x: region(region(x))
+
+    x = torch.randn(3, 4)
+    right = _made_by("dynamo", twice(torch.sin), x)
+    assert "invoke_subgraph" in str(right.graph)
+    assert prove(right, lambda x: (x.sin().sin(),), inputs=(x,)).kind == "identical"
+    assert prove(right, lambda x: (x.sin().cos(),), inputs=(x,)).kind == "another function"

@@ -70,6 +70,21 @@ def test_the_example_of_a_pipeline_holds(tmp_path):
 
 
 @pytest.mark.second_tier
+def test_the_example_of_a_loss_weighted_by_tokens_holds(tmp_path):
+    """Each rank divides by its own count: the page shows what the message is."""
+    (block,) = [block for block in BLOCKS if "def test_tokens_count_alike" in block]
+    run = run_project(tmp_path, "--gt-gpus=2", files={"test_page.py": block})
+    assert run["test_tokens_count_alike"].outcome == "passed", run.output
+    wrong = block.replace('(tokens_of_all / mesh["dp"].size())', "count(labels)")
+    assert wrong != block
+    run = run_project(tmp_path, "--gt-gpus=2", files={"test_page.py": wrong})
+    assert run["test_tokens_count_alike"].outcome == "failed", run.output
+    shown = PAGE.partition("If each rank divides by its own count")[2].split("```")[1]
+    for line in shown.strip().splitlines():
+        assert line.strip() in run.output, run.output
+
+
+@pytest.mark.second_tier
 def test_the_example_on_ranks_holds(tmp_path):
     (block,) = [block for block in BLOCKS if "def loss_in_field" in block]
     right = "parallelize_module(model, gt_mesh, plan)"

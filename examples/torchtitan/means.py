@@ -6,6 +6,8 @@ from types import ModuleType
 import pytest
 import torch
 from cpu_device import ANSWERS, NAN
+from ring_attention import HANDLERS
+from torch.distributed.tensor.experimental._context_parallel import _attention
 
 
 def annotate_trace(trace, annotations):
@@ -39,6 +41,8 @@ def pytest_collection():
 def means(request, monkeypatch, gt_dense_flex_attention):
     for name, answer in ANSWERS.items():
         monkeypatch.setattr(torch.cpu, name, answer, raising=False)
+    for operator, handler in HANDLERS.items():
+        monkeypatch.setitem(_attention.custom_ops, operator, handler)
     # gt_cuda_as refuses these: the CPU has no such numbers, and a test that judges them fails.
     monkeypatch.setattr(torch.cuda, "memory_stats", ANSWERS["memory_stats"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: None)

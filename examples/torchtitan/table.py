@@ -44,7 +44,6 @@ BLOCKS = (
         "scripts and tests of the repository that the wheel lacks",
     ),
     ("sharding strategy", "torch: the CPU's attention has no strategy of context parallelism"),
-    ("assets/c4_test", "a text of the repository that the wheel lacks"),
     ("assets/tokenizer", "a tokenizer of the repository that the wheel lacks"),
     ("pre-Hopper|sm_90|H100", "the numbers or kernels of one kind of GPU"),
     ("copies_only_shape", "torch 2.15's mark_dynamic notes no range where none is given"),

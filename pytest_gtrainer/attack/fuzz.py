@@ -1,6 +1,5 @@
 """Fuzz a pass: thousands of generated graphs, each proven before against after it."""
 
-import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from pytest_gtrainer import graphtext
+from pytest_gtrainer._torch.graph_modules import copied_lazily
 from pytest_gtrainer.attack.extract import computed, inputs_of
 from pytest_gtrainer.attack.generate import generate, mesh_of_ranks
 from pytest_gtrainer.attack.oracles import NOT_JUDGED, RAISED, Failure, by_proof, judge_graphs
@@ -88,7 +88,7 @@ class Fuzzer:
 
         gm = generate(seed, nodes, self.ranks, model, self.functional)
         self.tried += 1
-        before = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        before = copied_lazily(gm)
         old = _shape(gm)  # before the pass, which may change the graph in place
 
         try:

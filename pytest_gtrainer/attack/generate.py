@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
+from torch.fx.node import map_arg
 
+from pytest_gtrainer._torch.graph_modules import lazy_module
 from pytest_gtrainer._torch.passes import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT
 from pytest_gtrainer._torch.process_groups import group_ranks, names_of_live_groups
 from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, OpOverload, pytree
@@ -108,7 +110,8 @@ class _Maker:
             self._write_whole(buffer)
         self._return()
         self._forget_numbers()
-        return fx.GraphModule(nn.Module() if model is None else model, self.graph)
+        # Its code is generated when it is run, as most of these graphs never are.
+        return lazy_module({} if model is None else model, self.graph, {}, None)
 
     def _make_inputs(self) -> None:
         for place in range(self.dice.randint(2, 5)):
@@ -175,8 +178,11 @@ class _Maker:
             return FakeTensor(mode, meta, value.device)
 
         for node in self.graph.nodes:
-            if "val" in node.meta:
-                node.meta["val"] = pytree.tree_map_only(Tensor, fake, node.meta["val"])
+            value = node.meta.get("val")
+            if isinstance(value, Tensor):  # as most are: to map a tree takes longer
+                node.meta["val"] = fake(value)
+            elif value is not None:
+                node.meta["val"] = pytree.tree_map_only(Tensor, fake, value)
 
     def _steps(self) -> Sequence[Callable[[], Any]]:
         """Return what a step may do; what stands twice is drawn twice as often."""
@@ -223,13 +229,13 @@ class _Maker:
         """Add a node; return None if the operator does not take these operands."""
         if not isinstance(target, OpOverload):
             target = target.default
-        values = pytree.tree_map(_value, (args, kwargs))
+        values = map_arg((args, kwargs), _value)
         try:
             value = target(*values[0], **values[1])
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
             return None
         # With many ranks a gather of a gather would fill the memory.
-        for each in pytree.tree_leaves(value):
+        for each in (value,) if isinstance(value, Tensor) else pytree.tree_leaves(value):
             if isinstance(each, Tensor) and each.numel() > _MOST_ELEMENTS:
                 return None
         node = self.graph.call_function(target, args, kwargs)

@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
 from pytest_gtrainer import facts, graphtext
 from pytest_gtrainer._torch.process_groups import group_ranks, names_of_live_groups
-from pytest_gtrainer._torch.random_states import random_states_kept
 from pytest_gtrainer.attack.extract import inputs_of
 from pytest_gtrainer.attack.pairs import cut_to_pairs
 from pytest_gtrainer.graph.collectives import find_early_read, launches
@@ -35,7 +33,6 @@ from pytest_gtrainer.passes.graph_pass import (
     refusing_written_constants,
     returned,
 )
-from pytest_gtrainer.proofs.inputs import draw_inputs
 from pytest_gtrainer.proofs.proof import KINDS
 from pytest_gtrainer.proofs.prove import prove_at_once
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
@@ -311,17 +308,16 @@ def _differ_in_equal_pairs(
         return False
 
     try:
-        cut = cut_to_pairs(after, before)
-        # Nothing else would run a node behind a pair, which may not take other strides.
-        with random_states_kept(), torch.no_grad():
-            fx.Interpreter(after).run(*draw_inputs(before, seed=0))
-        if cut is None:
-            return True
-
-        proof = prove_at_once(*cut, at_least, world=_net_for(cut[1], ranks))
-        return proof.is_at_least(at_least)
+        for is_deeper in (False, True):
+            cut = cut_to_pairs(after, before, is_deeper)
+            if cut is None:
+                return True
+            proof = prove_at_once(*cut, at_least, world=_net_for(cut[1], ranks))
+            if proof.is_at_least(at_least):
+                return True
     except RAISED:
-        return False
+        pass
+    return False
 
 
 def _why_not_run(before: fx.GraphModule, at_least: str, net: Any, error: BaseException) -> Failure:

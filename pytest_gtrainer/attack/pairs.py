@@ -10,6 +10,10 @@ versions have. Each pair is equal for any such inputs, so the values of the new 
 the old one, by induction over its nodes. The converse does not hold: pairs that differ for some
 inputs may be equal for those that the graph makes, and then whole graphs have to be proven.
 
+A view is known by what it is a view of, and by its layout there. So a view of a view is one of
+memory, and a view that changes nothing has the number of its operand. Both versions run once, on
+numbers, because only that shows layouts: a pass may leave metadata that is no longer true.
+
 Nodes that write or draw have to be the same in both versions, in one order. So a value of memory
 that is written to has, besides its number, an *epoch*: how often that has been written so far.
 
@@ -25,6 +29,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from pytest_gtrainer._torch.random_states import random_states_kept
 from pytest_gtrainer._torch.values import OpOverload, is_composite
 from pytest_gtrainer.graph.nodes import (
     is_random,
@@ -36,6 +41,7 @@ from pytest_gtrainer.graph.nodes import (
     short_name,
     written_operands,
 )
+from pytest_gtrainer.proofs.inputs import draw_inputs
 
 Pair = tuple[fx.Node, fx.Node]
 """A node of the new version, and one of the old version, that have to be equal."""
@@ -46,12 +52,14 @@ class CannotCut(Exception):
 
 
 def cut_to_pairs(
-    after: fx.GraphModule, before: fx.GraphModule
+    after: fx.GraphModule, before: fx.GraphModule, is_deeper: bool = False
 ) -> tuple[fx.GraphModule, fx.GraphModule] | None:
     """Return two small graphs; if these are equal, so are the versions of the graph.
 
     Args:
         after, before: the versions; they stay as they are.
+        is_deeper: the nodes whose values would be inputs belong to the graphs, too. One input may
+            be a copy of another one, which nobody would know.
 
     Returns:
         Graphs of the pairs, over the same inputs; None if there is no pair, so nothing is left to
@@ -59,12 +67,14 @@ def cut_to_pairs(
 
     Raises:
         CannotCut: the versions differ in what they write or draw, or in more than pairs.
+        Exception: one of them cannot run. Nothing else would run a node behind a pair, which may
+            not take other strides.
     """
-    old, new = _Version(before), _Version(after)
-    if len(old.gm.graph.find_nodes(op="placeholder")) != len(
-        new.gm.graph.find_nodes(op="placeholder")
+    if len(before.graph.find_nodes(op="placeholder")) != len(
+        after.graph.find_nodes(op="placeholder")
     ):
         raise CannotCut("the inputs are others")
+    old, new = _Version(before, before), _Version(after, before)
     numbers: dict[Any, int] = {}
     for node in before.graph.nodes:
         old.number(node, numbers)
@@ -88,13 +98,56 @@ def cut_to_pairs(
         raise CannotCut("writes or draws are gone")
     if not pairs:
         return None
-    return _graphs_of(pairs, new, old)
+    shared = set(new.numbers.values()) & set(old.numbers.values())
+    cones = _cones_of(pairs, new, old, shared)
+    if is_deeper:
+        cones = _cones_of(pairs, new, old, shared - _numbers_of_inputs(cones))
+    return _graphs_of(cones, old)
+
+
+class _Layouts(fx.Interpreter):
+    """A run of a graph that notes how each tensor lies in memory.
+
+    Attributes:
+        of: the layouts, by node.
+        roots: of views, the nodes that made the memory.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.of: dict[fx.Node, tuple[Any, ...]] = {}
+        self.roots: dict[fx.Node, fx.Node] = {}
+
+    def run_node(self, node: fx.Node) -> Any:
+        value = super().run_node(node)
+        if not isinstance(value, Tensor):
+            return value
+        shape, stride = tuple(value.shape), value.stride()
+        bits = value.dtype, value.is_conj(), value.is_neg()
+        self.of[node] = value.storage_offset(), shape, stride, *bits
+        if len(node.all_input_nodes) == 1 and _may_be_view(node):
+            operand = node.all_input_nodes[0]
+            shown = self.env[operand]
+            memory = value.untyped_storage().data_ptr()
+            # A reshape is a view, or a copy. Empty tensors have no memory.
+            if isinstance(shown, Tensor) and memory == shown.untyped_storage().data_ptr() != 0:
+                self.roots[node] = self.roots.get(operand, operand)
+        return value
+
+
+def _may_be_view(node: fx.Node) -> bool:
+    """Return whether the layout of a node says which elements of its operand it shows."""
+    # ``as_strided`` may show elements of the memory that its operand has not.
+    if not isinstance(node.target, OpOverload) or node.target is torch.ops.aten.as_strided.default:
+        return False
+    return is_view(node.target) or is_composite(node.target)
 
 
 class _Version:
     """One version of a graph, with the number of each node.
 
     Attributes:
+        layouts: of all tensors, as a run has shown them.
         numbers: of nodes; of memory that is written to they say which it is, not its value.
         stateful: nodes whose place among each other matters.
         created: nodes that make memory which others write to. Equal ones are not one.
@@ -102,8 +155,11 @@ class _Version:
         epochs: by reader and operand, how often the operand's memory was written to before.
     """
 
-    def __init__(self, gm: fx.GraphModule) -> None:
+    def __init__(self, gm: fx.GraphModule, inputs_of: fx.GraphModule) -> None:
         self.gm = gm
+        self.layouts = _Layouts(gm)
+        with random_states_kept(), torch.no_grad():
+            self.layouts.run(*draw_inputs(inputs_of, seed=0))
         self.numbers: dict[fx.Node, int] = {}
         self.stateful: dict[fx.Node, int] = {}
         self.created: dict[fx.Node, int] = {}
@@ -111,7 +167,7 @@ class _Version:
         memory: dict[fx.Node, set[fx.Node]] = {}
         written: set[fx.Node] = set()
         for node in gm.graph.nodes:
-            memory[node] = _memory_of(node, memory)
+            memory[node] = _memory_of(node, memory, node in self.layouts.roots)
             for operand in written_operands(node):
                 written |= memory[operand]
         self.shows = {node for node in gm.graph.nodes if memory[node] & written}
@@ -131,13 +187,10 @@ class _Version:
         """Say whether the place of a node among others matters."""
         if node.op in ("placeholder", "output"):
             return
-        # Memory that nobody has written yet is another one each time. A reshape of memory that is
-        # written to is a view, or a copy of this epoch.
-        is_fresh = "empty" in short_name(node)
-        may_copy = isinstance(node.target, OpOverload) and is_composite(node.target)
-        reads_written = any(memory[operand] & written for operand in node.all_input_nodes)
-        has_place = is_fresh or is_random(node) or bool(written_operands(node))
-        if has_place or (may_copy and reads_written):
+        # Memory that nobody has written yet is another one each time; if nobody reads it either, it
+        # may go.
+        is_fresh = "empty" in short_name(node) and bool(node.users)
+        if is_fresh or is_random(node) or written_operands(node):
             self.stateful[node] = len(self.stateful)
         elif node in written:
             self.created[node] = len(self.created)
@@ -153,6 +206,13 @@ class _Version:
             key = "input", len(self.numbers)
         elif node.op == "output":
             key = "output", self._spelled(node.args, node)
+        elif node in self.layouts.roots:
+            root = self.layouts.roots[node]
+            layouts = self.layouts.of[root], self.layouts.of[node]
+            if layouts[0] == layouts[1]:
+                self.numbers[node] = self.numbers[root]
+                return self.numbers[node]
+            key = "view", self.numbers[root], layouts
         elif isinstance(node.target, OpOverload) or node.target is operator.getitem:
             place = self.stateful.get(node), self.created.get(node)
             key = node.target, place, self._spelled((node.args, node.kwargs), node)
@@ -178,17 +238,24 @@ class _Version:
         return type(argument).__name__, repr(argument)
 
 
-def _memory_of(node: fx.Node, memory: Mapping[fx.Node, set[fx.Node]]) -> set[fx.Node]:
-    """Return the nodes whose memory a value may share; itself, if it has its own."""
+def _memory_of(
+    node: fx.Node, memory: Mapping[fx.Node, set[fx.Node]], is_seen_view: bool
+) -> set[fx.Node]:
+    """Return the nodes whose memory a value may share; itself, if it has its own.
+
+    Args:
+        is_seen_view: a run has shown that it shares that of its operand.
+    """
     shown: Sequence[fx.Node] = ()
     own = {node}
-    if is_view(node.target) or node.target is operator.getitem or is_wait(node):
+    if is_seen_view or is_view(node.target) or node.target is operator.getitem or is_wait(node):
         shown = node.all_input_nodes
         own = set()
     elif returns_an_operand(node):
         shown = written_operands(node)
     elif isinstance(node.target, OpOverload) and is_composite(node.target):
-        shown = node.all_input_nodes  # a reshape is a view, or a copy
+        # Several operands, as of ``broadcast_tensors``: which of them it shares is not looked at.
+        shown = node.all_input_nodes if len(node.all_input_nodes) > 1 else ()
     for operand in shown:
         own |= memory[operand]
     return own
@@ -265,15 +332,36 @@ def _may_be_pair(node: fx.Node, partner: fx.Node, new: _Version, old: _Version) 
     return value.shape == wanted.shape and value.dtype == wanted.dtype
 
 
-def _graphs_of(
-    pairs: Sequence[Pair], new: _Version, old: _Version
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return the graphs that make each side of all pairs, over the same inputs."""
-    shared = set(new.numbers.values()) & set(old.numbers.values())
+def _cones_of(
+    pairs: Sequence[Pair], new: "_Version", old: "_Version", shared: set[int]
+) -> tuple["_Cone", "_Cone"]:
+    """Return what makes each side of all pairs.
+
+    Args:
+        shared: numbers of values that may be inputs.
+    """
     cones = _Cone(new, shared), _Cone(old, shared)
     for made, wanted in pairs:
         cones[0].add(made, new.numbers[made] != old.numbers[wanted])
         cones[1].add(wanted)
+    return cones
+
+
+def _numbers_of_inputs(cones: Sequence["_Cone"]) -> set[int]:
+    """Return the numbers of what are inputs, but need not be: their place does not matter."""
+    numbers: set[int] = set()
+    for cone in cones:
+        numbers.update(number for number, _ in cone.inputs)
+    for cone in cones:
+        version = cone.version
+        numbers -= {version.numbers[node] for node in (*version.stateful, *version.shows)}
+    return numbers
+
+
+def _graphs_of(
+    cones: tuple["_Cone", "_Cone"], old: "_Version"
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return the graphs of two cones, over the same inputs."""
     # Of the old version, as a pass may leave metadata that is no longer true.
     values: dict[int, Any] = {}
     for node, number in old.numbers.items():
@@ -288,7 +376,7 @@ class _Cone:
     """The nodes of a version that make its side of the pairs."""
 
     def __init__(self, version: _Version, shared: set[int]) -> None:
-        self._version, self._shared = version, shared
+        self.version, self._shared = version, shared
         self._kept: set[fx.Node] = set()
         self._results: list[fx.Node] = []
         self._as_input: dict[fx.Node, tuple[int, int]] = {}
@@ -307,7 +395,7 @@ class _Cone:
         self._results.append(result)
         if other_number and self._is_input(result):
             # The other side makes this very value of it, as an alias does.
-            value = self._version.numbers[result], 0
+            value = self.version.numbers[result], 0
             self.inputs.add(value)
             self._as_input[result] = value
             return
@@ -319,8 +407,8 @@ class _Cone:
             self._kept.add(node)
             for operand in node.all_input_nodes:
                 if self._is_input(operand):
-                    self.inputs.add(self._version.value(operand, node))
-                elif operand in self._version.shows or operand in self._version.stateful:
+                    self.inputs.add(self.version.value(operand, node))
+                elif operand in self.version.shows or operand in self.version.stateful:
                     raise CannotCut(f"{operand} is written to, or drawn")
                 else:
                     todo.append(operand)
@@ -329,7 +417,7 @@ class _Cone:
         """Return whether an input stands for a value; its elements have to be abstract."""
         value = node.meta.get("val")
         is_abstract = isinstance(value, Tensor) and value.is_floating_point()
-        is_shared = self._version.numbers[node] in self._shared
+        is_shared = self.version.numbers[node] in self._shared
         return node.op == "placeholder" or (is_shared and is_abstract)
 
     def graph_over(self, inputs: Mapping[tuple[int, int], Any]) -> fx.GraphModule:
@@ -342,12 +430,12 @@ class _Cone:
             fqn = made.name
             made.meta.update(val=_with_own_elements(value), gt_input={"kind": "input", "fqn": fqn})
             given[number, epoch] = made
-        for node in sorted(self._kept, key=places_of(self._version.gm.graph.nodes).__getitem__):
+        for node in sorted(self._kept, key=places_of(self.version.gm.graph.nodes).__getitem__):
             operands = {}
             for operand in node.all_input_nodes:
                 # A side of another pair, too: behind it both versions go on with one value.
                 if self._is_input(operand):
-                    operands[operand] = given[self._version.value(operand, node)]
+                    operands[operand] = given[self.version.value(operand, node)]
                 else:
                     operands[operand] = copies[operand]
             args, kwargs = map_arg((node.args, node.kwargs), operands.__getitem__)

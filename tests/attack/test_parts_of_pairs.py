@@ -27,7 +27,7 @@ NEG = "a: f32[2] = aten.neg(I[0])"
 
 def test_arguments_of_another_type_are_another_value():
     gm = graph(NEG)
-    version, node = _Version(gm), gm.graph.output_node()
+    version, node = _Version(gm, gm), gm.graph.output_node()
     values = [1, 1.0, True, "1", None, [1], [1, 1], {"a": 1}, {"a": True}, {"b": 1}]
     spelled = [version._spelled(value, node) for value in values]
     assert len(set(spelled)) == len(values)

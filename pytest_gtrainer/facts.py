@@ -30,6 +30,7 @@ counting, 3 of 4: 0 s so far
 
 import base64
 import functools
+import reprlib
 import sys
 import threading
 import time
@@ -275,6 +276,26 @@ def spell_some(items: Sequence[object], most: int = 3) -> str:
     if len(items) > most:
         shown += f" and {len(items) - most} more"
     return shown
+
+
+def check_type(value: object, kinds: type | tuple[type, ...], what: str, give: str) -> None:
+    """Raise a TypeError that names an argument, and what to give, unless it is of a kind.
+
+    >>> check_type(3, str, "name", "a text")
+    Traceback (most recent call last):
+    TypeError: name is 3: give a text
+    """
+    # True is an int, and no number that anybody means.
+    is_bool = isinstance(value, bool) and kinds is not bool
+    if is_bool or not isinstance(value, kinds):
+        raise TypeError(f"{what} is {reprlib.repr(value)}: give {give}")
+
+
+def check_callable(**arguments: object) -> None:
+    """Raise a TypeError that names the first argument that cannot be called."""
+    for name, value in arguments.items():
+        if not callable(value):
+            raise TypeError(f"{name} is {reprlib.repr(value)}: give a function")
 
 
 def counted(number: int, noun: str) -> str:

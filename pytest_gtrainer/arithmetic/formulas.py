@@ -16,6 +16,7 @@ from pytest_gtrainer._torch.arithmetic import (
 from pytest_gtrainer._torch.values import OpOverload, OpOverloadPacket
 from pytest_gtrainer.arithmetic.kernels import KERNELS
 from pytest_gtrainer.arithmetic.operators import base_name
+from pytest_gtrainer.facts import check_callable
 
 aten = torch.ops.aten
 # The functions given for an operator; the last one counts.
@@ -35,6 +36,8 @@ def meaning(operator: Any, reference: Callable[..., Any]) -> Iterator[None]:
         ValueError: there is no such operator.
     """
     overloads = _overloads(operator)
+
+    check_callable(reference=reference)
 
     def own(*args: Any, **kwargs: Any) -> Any:
         return reference(*args, **kwargs)

@@ -139,6 +139,8 @@ def assert_no_deadlock(
     """
     __tracebackhide__ = True
     by_rank = _by_rank(graphs)
+    for name, given in (("groups", groups), ("communications", communications)):
+        facts.check_type(given or {}, Mapping, f"{name}=", "a mapping, by name")
     reader = _Reader(groups or {}, communications or {}, sorted(by_rank))
     schedules = {rank: reader.schedule(rank, own) for rank, own in by_rank.items()}
     unused = set(communications or {}) - reader.used

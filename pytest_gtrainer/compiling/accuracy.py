@@ -320,6 +320,7 @@ def assert_no_less_accurate(
             with other parameters.
     """
     __tracebackhide__ = True
+    facts.check_callable(compiled=compiled, eager=eager)
     if make_inputs is not None and inputs:
         raise ValueError("inputs and make_inputs=: give one of them")
     if not 0 < factor < math.inf:  # so that nan is refused, too

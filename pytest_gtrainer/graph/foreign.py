@@ -148,11 +148,14 @@ def adopt(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
 
     Raises:
         TypeError: ``graph`` is no graph.
-        ValueError: the graph has a cycle, or ``names`` do not fit its inputs.
+        ValueError: the graph has a cycle or no end, or ``names`` do not fit its inputs.
     """
     graph = graph if isinstance(graph, fx.GraphModule) else getattr(graph, "gm", graph)
     if isinstance(graph, ExportedProgram):
         return _adopted_program(graph)
+    nodes = getattr(graph, "graph", graph)
+    if isinstance(nodes, fx.Graph) and not nodes.find_nodes(op="output"):
+        raise ValueError("the graph has no output node: end it with graph.output(result)")
     if isinstance(graph, fx.Graph):
         graph = fx.GraphModule(graph.owning_module or nn.Module(), graph)
     elif not isinstance(graph, fx.GraphModule):

@@ -201,6 +201,7 @@ def _measured(
     gm: AnyGraph, names: Names | None, sizes: Mapping[str, int] | None, device: str | None
 ) -> tuple[PeakMemory, set[str]]:
     """Return the peak of a graph, and the names of its dynamic sizes."""
+    facts.check_type(sizes or {}, Mapping, "sizes", 'sizes by name, {"s0": 64}')
     for name, size in (sizes or {}).items():
         if type(size) is not int or size < 0:
             raise ValueError(f"sizes={{{name!r}: {size!r}}}: give a whole number, 0 or more")

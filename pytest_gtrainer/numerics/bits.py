@@ -47,6 +47,8 @@ def held(tensor: Tensor) -> Tensor:
     if type(tensor).__name__ == "AsyncCollectiveTensor":
         tensor = tensor.wait()
     kind = type(tensor).__name__
+    if tensor.is_nested:
+        raise NoBytes("a nested tensor has no plain bytes: compare its unbind(), or its values()")
     if kind == "FakeTensor" or tensor.is_meta:
         raise NoBytes(f"a {'fake' if kind == 'FakeTensor' else 'meta'} tensor holds no values")
     if tensor.layout is not torch.strided or tensor.is_quantized:

@@ -24,6 +24,7 @@ from pytest_gtrainer._torch.process import (
 )
 from pytest_gtrainer._torch.random_states import numpy_or_none, random_states_kept, seed_torch
 from pytest_gtrainer.environment import variable
+from pytest_gtrainer.facts import check_type
 from pytest_gtrainer.numerics import knobs
 
 if TYPE_CHECKING:
@@ -82,8 +83,13 @@ def flex_attention_options(config: DebugConfig) -> dict[str, bool]:
     >>> flex_attention_options(DebugConfig())
     {'max_autotune': False, 'coordinate_descent_tuning': False}
     """
-    tuned = not config.deterministic
+    tuned = not _checked(config).deterministic
     return {"max_autotune": tuned, "coordinate_descent_tuning": tuned}
+
+
+def _checked(config: Any) -> DebugConfig:
+    check_type(config, DebugConfig, "config", "a DebugConfig")
+    return config
 
 
 NCCL_PRESETS: Mapping[str, Mapping[str, str]] = {
@@ -182,7 +188,7 @@ def deterministic(
             read its variables already.
         ValueError: no NCCL preset of that name.
     """
-    config = config or DebugConfig()
+    config = _checked(config or DebugConfig())
     if seed is not None:
         config = replace(config, seed=seed)
     if any(outer.config.deterministic for outer in _active):
@@ -300,6 +306,7 @@ def _set_flags(stack: ExitStack, *, warn_only: bool) -> None:
 
 def seed_everything(seed: int) -> None:
     """Seed Python, torch and NumPy; a device that has not started gets the seed when it starts."""
+    check_type(seed, int, "the seed", "a whole number")
     random.seed(seed)
     seed_torch(seed % 2**64)
     numpy = numpy_or_none()  # which torch has imported, if there is one
@@ -313,6 +320,7 @@ def mesh_seed(seed: int, mesh: DeviceMesh, distinct: Sequence[str] = ()) -> int:
     Raises:
         ValueError: the mesh has no dimension of that name, or this rank is not on it.
     """
+    check_type(seed, int, "the seed", "a whole number")
     names = mesh.mesh_dim_names or ()
     unknown = [name for name in distinct if name not in names]
     if unknown:

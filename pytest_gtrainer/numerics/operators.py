@@ -22,7 +22,7 @@ from pytest_gtrainer._torch.autograd import (
     watching_backward,
 )
 from pytest_gtrainer._torch.values import OpOverload, schema
-from pytest_gtrainer.facts import counted
+from pytest_gtrainer.facts import check_type, counted
 from pytest_gtrainer.graph.nodes import (
     BACKWARD,
     FORWARD,
@@ -261,6 +261,8 @@ def compare_operators(actual: OperatorCapture, expected: OperatorCapture) -> Ope
     A capture against itself is unverified: there are no two runs. So are equal ones where operators
     have no counterpart: what these compute has been compared with nothing.
     """
+    for name, side in (("actual", actual), ("expected", expected)):
+        check_type(side, OperatorCapture, name, "what capture_operators() yields")
     mine = Counter(call.place[:3] for call in actual.calls)
     theirs = Counter(call.place[:3] for call in expected.calls)
     unaligned = []

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pytest_gtrainer.facts import counted
+from pytest_gtrainer.facts import check_type, counted
 from pytest_gtrainer.numerics.bits import byte_view, is_dtensor, memory, parts, plain
 from pytest_gtrainer.numerics.verdict import PHASES, Key
 
@@ -112,8 +112,11 @@ class Record:
 
         Raises:
             ValueError: an unknown phase, a rank that is not of this record, or a key added twice.
+            TypeError: what is given is no tensor.
             NoBytes: the tensor holds no values (meta, fake).
         """
+        check_type(name, str, "the name of a recorded tensor", "a text")
+        check_type(tensor, Tensor, f"{phase} {name!r} of a record", "a tensor, torch.tensor(...)")
         for part_name, part in parts(name, tensor):
             key = self._new_key(step, rank, phase, part_name)
             self._add(key, part)

@@ -380,6 +380,7 @@ def assert_run_to_run(
         ValueError: less than two runs.
     """
     __tracebackhide__ = True
+    facts.check_callable(function=function)
     if runs < 2:
         raise ValueError(f"runs={runs}: one run has nothing to be compared with")
     for pressure in pressures:

@@ -51,6 +51,7 @@ from pytest_gtrainer._torch.autograd import watching_roots
 from pytest_gtrainer._torch.random_states import random_state, without_modes
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer._torch.wrapped_modules import COMPILED, wrapped_by
+from pytest_gtrainer.facts import check_type
 from pytest_gtrainer.numerics import knobs
 from pytest_gtrainer.numerics.bits import NoBytes, is_dtensor
 from pytest_gtrainer.numerics.calls import line_of_user
@@ -579,9 +580,18 @@ def record_training(
     Raises:
         RecordError: the folder holds a record, or cannot be made.
     """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    check_type(model, nn.Module, "model", "the nn.Module that the loop calls")
+    check_type(optimizers, Sequence, "optimizer", "a torch.optim.Optimizer, or a list of them")
+    for each in optimizers:
+        check_type(each, Optimizer, "optimizer", "a torch.optim.Optimizer, or a list of them")
+    check_type(beside or {}, Mapping, "beside", 'modules by name, {"average": module}')
+    for name, module in (beside or {}).items():
+        check_type(module, nn.Module, f"beside[{name!r}]", "an nn.Module")
+    check_type(activations, (str, Sequence), "activations", "patterns of names of modules")
     patterns = [activations] if isinstance(activations, str) else activations
     recorder = Recorder(folder, every=every, activations=patterns, values=values)
-    recorder.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    recorder.optimizers = list(optimizers)
     recorder.beside = list((beside or {}).items())
     recorder.attach(model)
     recorder.start()

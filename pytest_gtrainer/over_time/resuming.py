@@ -84,11 +84,9 @@ def assert_resumes(
         ValueError: there is no step before the save, or none after it; or worlds that this test
             does not have; or a bound without worlds.
     """
-    if not 0 < at < steps:
-        raise ValueError(
-            f"at={at} of steps={steps}: a run is saved after its first step and before its last"
-        )
+    _check_steps(at, steps)
     sizes = _checked(worlds, bound)
+    facts.check_callable(make=make, save=save, load=load)
     with tempfile.TemporaryDirectory() as own, random_states_kept():
         folder = Path(_of_first_rank(own))
         runs = _Runs(make, save, load, at, steps, beside, folder)
@@ -254,6 +252,15 @@ def _differ(name: str, expected: Mapping[str, Piece], actual: Mapping[str, Piece
     if name not in expected or name not in actual:
         return [""]
     return list(differing(expected[name].state, actual[name].state))
+
+
+def _check_steps(at: int, steps: int) -> None:
+    for name, number in (("at", at), ("steps", steps)):
+        facts.check_type(number, int, name, "a whole number of steps")
+    if not 0 < at < steps:
+        raise ValueError(
+            f"at={at} of steps={steps}: a run is saved after its first step and before its last"
+        )
 
 
 def _checked(worlds: Sequence[int] | None, bound: float | None) -> Sequence[int | None]:

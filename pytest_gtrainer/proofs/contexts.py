@@ -13,6 +13,7 @@ from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.field import Field
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode
 from pytest_gtrainer.arithmetic.terms import Terms
+from pytest_gtrainer.facts import check_type
 from pytest_gtrainer.proofs.on_ranks import exchange_on_ranks
 from pytest_gtrainer.tracing.model import local
 
@@ -36,6 +37,7 @@ class Elements:
             for fqn, parameter in subject.named_parameters():
                 self.make_abstract(parameter, (name, fqn) if name else fqn)
             return
+        check_type(subject, Tensor, "what is made abstract", "a tensor, or a module")
         if name == "":
             raise ValueError("a tensor has no name of its own: give name=, equal for equal numbers")
         if not subject.is_floating_point():
@@ -47,6 +49,7 @@ class Elements:
 
         None: the tensor depends on no abstract one, so its numbers are its value.
         """
+        check_type(tensor, Tensor, "what has elements", "a tensor, one at a time")
         value = self._mode.shadows.read(local(tensor.detach()))
         return None if value is None else self._mode.arithmetic.compared(value.elements).clone()
 

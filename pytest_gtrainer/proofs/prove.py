@@ -26,6 +26,7 @@ from torch import Tensor, fx
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.foreign_graphs import ExportedProgram
+from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.field import Field, FieldWithExponents
 from pytest_gtrainer.arithmetic.numbers import Numbers, numbers_of
@@ -542,6 +543,12 @@ def _inputs_of_this_rank(gm: fx.GraphModule, inputs: Any) -> Sequence[Any]:
 def _check_inputs(inputs: Any) -> None:
     if not isinstance(inputs, list | tuple):
         raise ValueError(f"inputs= is a {type(inputs).__name__}: give a tuple, (x,) for one input")
+    for leaf in pytree.tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and leaf.is_nested:
+            raise ValueError(
+                "inputs= has a nested tensor, whose elements nobody follows: give its values(), and "
+                "build it in the function"
+            )
 
 
 def _one_rank_for_all(programs: Sequence[Program], *, is_drawn: bool) -> list[OneRankForAll]:

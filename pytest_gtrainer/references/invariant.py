@@ -174,6 +174,10 @@ class _Runs:
         self, fn: Callable[..., Any], rows: Any, over: Mapping[str, Sequence[int]]
     ) -> None:
         self.fn, self.rows = fn, rows
+        facts.check_callable(fn=fn)
+        facts.check_type(over, Mapping, "over", 'sizes by name, {"batch": [1, 7]}')
+        for name, given in over.items():
+            facts.check_type(given, (list, tuple, range), f"over[{name!r}]", "a list of sizes")
         self.count = _count_rows(rows)
         sizes = {name: list(dict.fromkeys(given)) for name, given in over.items()}
         for name, given in sizes.items():

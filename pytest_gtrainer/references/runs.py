@@ -5,7 +5,7 @@ runs by the same functions: ``check_equal`` and ``require_difference``.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -182,6 +182,7 @@ class RunRecorder:
 
         In a proof the parameters of ``model`` stand for any numbers, by their FQNs.
         """
+        facts.check_type(model, nn.Module, "the model of run.start()", "an nn.Module")
         self.record.meta |= start_of(self._rank, model.named_parameters())
         if self._mode is not None:
             for fqn, parameter in model.named_parameters():
@@ -197,6 +198,7 @@ class RunRecorder:
 
         Ranks that read other numbers give other names.
         """
+        facts.check_type(tensor, Tensor, f"input {name!r} of run.input()", "a tensor")
         if self._mode is None or not tensor.is_floating_point():
             return tensor
         tensor = tensor.detach().clone()
@@ -206,6 +208,7 @@ class RunRecorder:
 
     def gradients(self, model: nn.Module, phase: str = "gradient") -> None:
         """Record the gradients of this step; ``phase="clipped"`` for those after clipping."""
+        facts.check_type(model, nn.Module, "the model of run.gradients()", "an nn.Module")
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 self.add(phase, name, parameter.grad)
@@ -219,7 +222,13 @@ class RunRecorder:
         """Record the loss, weights, buffers and the optimiser's state, and end this step."""
         if loss is not None:
             self.add("loss", "loss", loss)
+        if optimizer is not None and not isinstance(getattr(optimizer, "state", None), Mapping):
+            raise TypeError(
+                f"the optimiser of run.step() is a {type(optimizer).__name__} without a state: give "
+                "one torch.optim.Optimizer; what others keep goes into run.add()"
+            )
         if model is not None:
+            facts.check_type(model, nn.Module, "the model of run.step()", "an nn.Module")
             named = model.named_parameters(), optimizer, model.named_buffers()
             for phase, name, tensor in trained_state(*named):
                 self.add(phase, name, tensor)

@@ -36,7 +36,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from pytest_gtrainer._torch.tracing import GuardOnDataDependentSymNode
+from pytest_gtrainer.facts import check_type
 from pytest_gtrainer.graph.collectives import group_of, kind_of, refuse_unseen
 from pytest_gtrainer.graph.foreign import AnyGraph, Names, adopt
 from pytest_gtrainer.graph.nodes import direction, is_view, is_wait, node_fqn, written_operands
@@ -76,6 +77,9 @@ class CostModel:
     latency: float = 20e-6
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            number = getattr(self, each.name)
+            check_type(number, (int, float), f"a cost model's {each.name}", "a number")
         for name in ("flops_per_second", "bytes_per_second", "link"):
             if not getattr(self, name) > 0:
                 raise ValueError(

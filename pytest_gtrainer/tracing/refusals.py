@@ -35,6 +35,7 @@ from pytest_gtrainer._torch.wrapped_modules import (
     is_compiled,
     wrapped_by,
 )
+from pytest_gtrainer.facts import check_callable, check_type
 from pytest_gtrainer.graph.nodes import Call, is_random
 from pytest_gtrainer.tracing.model import KEY, ModelState
 
@@ -64,6 +65,9 @@ def refuse_model(model: nn.Module, step: Callable[..., Any] | None = None) -> No
     Raises:
         ValueError: names the module or parameter, and what to give instead.
     """
+    check_type(model, nn.Module, "model", "an nn.Module")
+    if step is not None:
+        check_callable(step=step)
     for fqn, module in model.named_modules():
         _refuse_wrapped(module, f"the submodule {fqn}" if fqn else "the model")
     for fqn, parameter in model.named_parameters():

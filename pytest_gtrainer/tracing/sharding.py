@@ -35,6 +35,7 @@ from pytest_gtrainer._torch.tracing import (
 )
 from pytest_gtrainer._torch.values import parameters_of
 from pytest_gtrainer.environment import LAST, installed_minor
+from pytest_gtrainer.facts import check_type
 from pytest_gtrainer.graph.nodes import PART, REDUCE
 from pytest_gtrainer.tracing.model import KEY, local, rewrap
 from pytest_gtrainer.tracing.refusals import refuse_hooks
@@ -258,6 +259,7 @@ def data_parallel(
             f"{', '.join(scalars)} has no dimension to shard: give it shape (1,), as FSDP2 asks for"
         )
     policy = mp_policy or MixedPrecisionPolicy()
+    check_type(policy, MixedPrecisionPolicy, "mp_policy", "a MixedPrecisionPolicy(param_dtype=...)")
     placements = _placements(mode, mesh)
     if (policy.reduce_dtype or policy.param_dtype) is torch.float16:
         raise ValueError(

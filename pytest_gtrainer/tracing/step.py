@@ -45,7 +45,7 @@ from pytest_gtrainer._torch.values import (
     strides_that_count,
 )
 from pytest_gtrainer.environment import collector_off
-from pytest_gtrainer.facts import long_work
+from pytest_gtrainer.facts import counted, long_work
 from pytest_gtrainer.graph.bucket_plan import managed_order_of, tied_parameters
 from pytest_gtrainer.graph.nodes import (
     AFTERWARDS,
@@ -391,6 +391,7 @@ def trace_step(
             "call requires_grad_() on what is to be trained"
         )
     tracing = Tracing(model, step, state, mode_of([*state.tensors, *flat_inputs]), reuse_gathers)
+    _check_places(dynamic_dims or {}, flat_inputs)
     gm, fakes = tracing.run(flat_inputs, spec, dynamic_dims or {})
     mode = RunMode.of(model, fakes)
     placements = tuple(tracing.gradient_placements)  # before those of the twin
@@ -399,6 +400,24 @@ def trace_step(
     twin = None if twin_inputs is None else tracing.run_twin(tuple(twin_inputs), spec)
     names = tuple(state.parameters), tuple(state.buffers), state.trainable
     return TracedStep(gm, fakes, *names, spec, placements, rank_of(state), twin, mode=mode)
+
+
+def _check_places(dynamic_dims: DynamicDims, flat_inputs: Sequence[Any]) -> None:
+    """Raise a ValueError unless each place of a dynamic dimension is one of an input."""
+    facts.check_type(dynamic_dims, Mapping, "dynamic_dims", 'places by name, {"batch": [(0, 0)]}')
+    for name, places in dynamic_dims.items():
+        is_known = bool(places)
+        for place in places:
+            facts.check_type(place, tuple, f"a place of dynamic_dims[{name!r}]", "(input, dim)")
+            leaf, dim = place
+            has_leaf = leaf in range(len(flat_inputs))
+            ranks = range(getattr(flat_inputs[leaf], "ndim", 0)) if has_leaf else ()
+            is_known = is_known and dim in ranks
+        if not is_known:
+            raise ValueError(
+                f"dynamic_dims[{name!r}] is {places}: give places of inputs, (leaf, dimension), "
+                f"each counted from 0; there are {counted(len(flat_inputs), 'input')}"
+            )
 
 
 def mode_of(tensors: Sequence[Any]) -> FakeTensorMode:

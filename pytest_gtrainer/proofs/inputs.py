@@ -36,6 +36,8 @@ def draw_inputs(gm: fx.GraphModule, seed: int) -> list[Any]:
                     f"input {name} has a symbolic size: give inputs=, with the sizes to prove for"
                 )
             made.append(_draw(gm, node, name, value, generator))
+        elif value is None and all(user.op == "output" for user in node.users):
+            made.append(None)  # as the mesh of a DTensor, which no operator reads
         elif value is None or isinstance(value, torch.SymInt | torch.SymFloat):
             raise ValueError(f"input {name} has no traced value: give inputs=")
         else:

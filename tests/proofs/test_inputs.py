@@ -118,6 +118,21 @@ def test_an_input_that_nobody_can_make_up_is_refused(function, inputs, complaint
         assert proof.reason == "aten.abs.default of complex numbers"
 
 
+def test_an_input_that_no_operator_reads_needs_no_value():
+    """As the mesh of a DTensor, which graphs of torchtitan take and return."""
+
+    graphs = []
+    for factor in (2, 2, 3):
+        made = torch.fx.Graph()
+        x, mesh = made.placeholder("x"), made.placeholder("mesh")
+        scaled = made.call_function(torch.ops.aten.mul.Tensor, (x, factor))
+        x.meta["val"] = scaled.meta["val"] = torch.empty(3)
+        made.output((scaled, mesh))
+        graphs.append(torch.fx.GraphModule(torch.nn.Module(), made))
+    assert prove(graphs[0], graphs[1]).kind == "identical"
+    assert prove(graphs[0], graphs[2]).kind == "another function"
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

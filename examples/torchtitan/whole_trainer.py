@@ -5,11 +5,15 @@ from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from cpu_device import ANSWERS
 from debug_models import on_cpu
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.experiments.graph_trainer import trainer as graph_trainer
+from torchtitan.experiments.graph_trainer.graph_pp import graph_builder, pipeline
+from torchtitan.experiments.graph_trainer.graph_pp.stage import GraphPipelineStage
+from torchtitan.models.common import token_dispatcher
 
 # Shapes for two cores. FSDP2's mean is an operation that only NCCL has, and so is its dtype.
 SMALL = (
@@ -49,7 +53,7 @@ class RandomBatches:
 def config_of(line, folder, *more):
     """Return torchtitan's config of a command line, made small."""
     words = [word for part in line for word in part.split(maxsplit=1)]
-    config = ConfigManager().parse_args([*words, *SMALL, *more, "--dump_folder", str(folder)])
+    config = ConfigManager().parse_args([*SMALL, *words, *more, "--dump_folder", str(folder)])
     config.dataloader = RandomBatches(config.model_spec.model.vocab_size)
     if hasattr(config.compile, "disable_passes"):
         config.compile.disable_passes = [*config.compile.disable_passes, "cudagraph_pass"]
@@ -80,13 +84,37 @@ def trainer_of(config):
 
 
 class Traced(Exception):
-    """The graph is there; its run would tell no more."""
+    """The graphs are there; their run would tell no more."""
+
+
+def flash_attention_of_cuda(query, key, value, *, scale=None, is_causal=False, enable_gqa=False):
+    """Attend by CUDA's operator: context parallelism knows none of the CPU's."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention
+    return attention(query, key, value, 0.0, is_causal, False, scale=scale)[0]
+
+
+@contextmanager
+def as_on_gpus(config):
+    """Trace what only GPUs run: a trace asks for shapes, and allocates no buffer of a GPU."""
+    config.compile.disable_passes = [*config.compile.disable_passes, *COMPILERS]
+    with ExitStack() as stack:
+        for dispatcher in ("HybridEPTokenDispatcher", "MinimalAsyncEPTokenDispatcher"):
+            stack.enter_context(
+                mock.patch.object(getattr(token_dispatcher, dispatcher), "init_buffer")
+            )
+        if config.parallelism.context_parallel_degree > 1:
+            stack.enter_context(
+                mock.patch.object(F, "scaled_dot_product_attention", flash_attention_of_cuda)
+            )
+        # It would compare strides, and so ask whether a batch of unknown size has one row.
+        stack.enter_context(torch.autograd.enforce_grad_layout_policy(False))
+        yield
 
 
 def traced_step(config):
     """Return what torchtitan traces for the first step, after its passes, and before a compiler."""
-    config.compile.disable_passes = [*config.compile.disable_passes, *COMPILERS]
     with (
+        as_on_gpus(config),
         mock.patch.object(graph_trainer, "run_traced", side_effect=Traced),
         trainer_of(config) as trainer,
     ):
@@ -95,3 +123,48 @@ def traced_step(config):
         except Traced:
             return trainer._traced_step
     raise AssertionError("the trainer ran a step without a trace")
+
+
+def traced_stages(config):
+    """Return the graphs of GraphPP's stages of this rank, by name, before a compiler.
+
+    The shapes that a stage hands on are given: in a fake world no other rank says them.
+    """
+    size = (config.parallelism.pipeline_parallel_microbatch_size, config.training.seq_len)
+    tokens = torch.empty(size, dtype=torch.int64)
+    hidden = torch.empty(*size, config.model_spec.model.dim, requires_grad=True)
+
+    def stage_of(part, *, stage_index, **options):
+        inputs = tokens if stage_index == 0 else hidden
+        return GraphPipelineStage(
+            part, stage_index=stage_index, input_args=inputs, output_args=hidden, **options
+        )
+
+    with (
+        as_on_gpus(config),
+        mock.patch.object(pipeline, "GraphPipelineStage", stage_of),
+        mock.patch.object(graph_builder, "_compile_graph_pp_module", lambda gm, **options: gm),
+        mock.patch.object(graph_builder, "_compile_stage_graphs", side_effect=Traced),
+        trainer_of(config) as trainer,
+    ):
+        runtime = trainer.pp_schedule
+        try:
+            trainer.train_step(trainer.batch_generator(trainer.dataloader))
+        except Traced:
+            return graphs_of(runtime)
+    raise AssertionError("the trainer ran a step without graphs of stages")
+
+
+def graphs_of(runtime):
+    """Return the graphs of a pipeline's stages, and of pairs that overlap, by name."""
+    found = {}
+    for stage in runtime.schedule._stages:
+        modules = stage.graphs.modules
+        for part in ("unshard", "fw", "full_bw", "bw_di", "bw_dw", "reduce_grad"):
+            graph = getattr(modules, part)
+            if graph is not None:
+                found[f"stage {stage.stage_index} {part}"] = graph
+    pairs = runtime.graph_provider._overlap_graphs or {}
+    for (forward, backward), pair in sorted(pairs.items()):
+        found[f"stage {forward} fw, stage {backward} full_bw"] = pair.multiplexed_graph
+    return found

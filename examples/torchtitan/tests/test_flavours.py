@@ -8,8 +8,11 @@ import pytest
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test-torchtitan")
 
+import torch
 from torchtitan.experiments.graph_trainer.tests import integration_tests
-from whole_trainer import config_of, traced_step
+from whole_trainer import config_of, traced_stages, traced_step
+
+from pytest_gtrainer import graphtext
 
 DEFINED = [
     *integration_tests.build_graph_trainer_test_list(),
@@ -22,30 +25,46 @@ FLAVOURS = {flavour.test_name: flavour for flavour in DEFINED}
 BLOCKED = {
     "--compile.mode jit": "torchtitan switched its jit mode off (#2149)",
     "--compile.enable_autoparallel": "autoparallel is on no index",
-    "--compile.ep_overlap.enabled": "the trace branches on sizes of chunks, which have no number",
-    "--compile.enable_async_tensor_parallel": "so small a model has nothing to fuse",
-    "--config graph_trainer_deepseek_v3_debugmodel_hybridep": "deep_ep is on no index",
-    "--config graph_trainer_deepseek_v3_debugmodel_minimal_async_ep": "it needs CUDA's symmetric memory",
-    "--parallelism.context_parallel_degree 2": "the CPU's attention has no strategy of context parallelism",
-    "--parallelism.pipeline_parallel_degree 2": "GraphPP makes its graphs by stages, when it runs them",
+    "--parallelism.pipeline_parallel_schedule DualPipeV": "its golden is not made yet",
+    "--config graph_trainer_qwen3_debugmodel": "its golden is not made yet",
+}
+# Sizes for which a flavour needs more than two short sequences: a microbatch for each stage of a
+# pipeline, a block of FlexAttention for each rank of a context.
+LARGER = {
+    "--parallelism.pipeline_parallel_degree 2": ("--training.local_batch_size", "4"),
+    "--parallelism.context_parallel_degree 2": ("--training.seq_len", "512"),
 }
 
 
 def params():
     for name, flavour in FLAVOURS.items():
         marks = [pytest.mark.gt_world("fake", size=flavour.ngpu)]
-        reasons = [reason for part, reason in BLOCKED.items() if part in flavour.override_args[0]]
-        if reasons:
-            marks.append(pytest.mark.skip(reason=reasons[0]))
-        yield pytest.param(flavour, id=name, marks=marks)
+        (line, *_) = flavour.override_args
+        for part, reason in BLOCKED.items():
+            if part in line:
+                marks.append(pytest.mark.skip(reason=reason))
+        if "--compile.ep_overlap.module_fqn layers.*.moe" in line:
+            reason = "the chunk pass leaves its graph out of order"
+            marks.append(pytest.mark.xfail(raises=RuntimeError, strict=True, reason=reason))
+        yield pytest.param(line, id=name, marks=marks)
 
 
 @pytest.mark.usefixtures("gt_dense_flex_attention", "gt_deterministic")
-@pytest.mark.parametrize("flavour", list(params()))
-def test_the_schedule(flavour, gt_world, gt_golden, tmp_path):
-    (line, *_) = flavour.override_args
-    config = config_of(line, tmp_path)
-    # One dense layer, and one with experts where there are any.
-    config.model_spec.model.layers = config.model_spec.model.layers[:2]
-    traced = traced_step(config)
-    gt_golden.check(traced.gm, view="schedule")
+@pytest.mark.parametrize("line", list(params()))
+def test_the_schedule(line, gt_world, gt_golden, tmp_path):
+    # A guard of an earlier test's FlexAttention would ask for the number of an unknown size.
+    torch._dynamo.reset()
+    larger = [word for part, words in LARGER.items() if part in line for word in words]
+    config = config_of(line, tmp_path, *larger)
+    layers = config.model_spec.model.layers
+    if config.parallelism.pipeline_parallel_degree > 1:
+        # Each of four stages has one.
+        config.model_spec.model.layers = layers[:4]
+        texts = []
+        for name, graph in traced_stages(config).items():
+            texts.append(f"# {name}\n{graphtext.render(graph, view='schedule')}")
+        gt_golden.check("\n".join(texts))
+    else:
+        # One dense layer, and one with experts where there are any.
+        config.model_spec.model.layers = layers[:2]
+        gt_golden.check(traced_step(config).gm, view="schedule")

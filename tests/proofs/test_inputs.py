@@ -115,7 +115,7 @@ def test_an_input_that_nobody_can_make_up_is_refused(function, inputs, complaint
     else:
         proof = prove(gm, gm)
         assert proof.kind == "unknown"
-        assert proof.reason == "aten.abs.default of complex numbers"
+        assert proof.reason.startswith("aten.abs.default of complex numbers")
 
 
 def test_an_input_that_no_operator_reads_needs_no_value():

@@ -4,12 +4,15 @@ A proof is about what a program makes of its inputs. What it holds besides, such
 closure or an optimiser, would be read, or written to, without a trace. So it is refused.
 """
 
+import argparse
 import copy
 import functools
 import hashlib
 import inspect
 import sys
+import threading
 import types
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -250,15 +253,24 @@ def tensors_held_by(function: Any) -> dict[str, Tensor]:
 
 
 def _held_by(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a function can reach, by name: also in containers, objects and other functions."""
+    """Yield what a function can reach, by name: also in containers, objects and other functions.
+
+    Of the class of an object that is what any of these functions may read of it: attributes and
+    methods by name, and those that Python calls by itself.
+    """
     seen: set[int] = set()
+    names = set(_CALLED_BY_PYTHON) | _names_in_function(function)
+    objects: list[tuple[str, Any]] = [("self", function)]
     left = list(_directly_held_by(function))
-    while left:
+    if isinstance(function, nn.Module):
+        left += _tensors_read_by_classes(function)
+    while left or (left := _held_by_classes(objects, names, seen)):
         name, value = left.pop(0)
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, list | tuple | set | frozenset):
+        names |= _names_in_function(value)
+        if isinstance(value, list | tuple | set | frozenset | deque):
             left += [(f"{name}[{place}]", each) for place, each in enumerate(value)]
         elif isinstance(value, dict):
             left += [(f"{name}[{key!r}]", each) for key, each in value.items()]
@@ -266,7 +278,53 @@ def _held_by(function: Any) -> Iterator[tuple[str, Any]]:
             left += [(f"{name}.self", value.__self__), (name, value.__func__)]
         elif not isinstance(value, nn.Module | Tensor) and _is_of_a_user(value):
             left += [(f"{name}.{own}", each) for own, each in _directly_held_by(value)]
+            objects.append((name, value))
         yield name, value
+
+
+def _tensors_read_by_classes(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the global tensors that the ``forward`` of a user's modules reads."""
+    found = []
+    for cls in {type(part): None for part in module.modules()}:
+        forward = vars(cls).get("forward")
+        if inspect.isfunction(forward) and not _is_of_a_library(cls):
+            for name, value in _globals_of(forward).items():
+                if isinstance(value, Tensor):
+                    found.append((name, value))
+    return found
+
+
+def _held_by_classes(
+    objects: Sequence[tuple[str, Any]], names: set[str], seen: set[int]
+) -> list[tuple[str, Any]]:
+    """Return what classes of a user give to objects under ``names``, and was not ``seen`` yet."""
+    found = []
+    for name, value in objects:
+        for cls in type(value).__mro__:
+            for key in names & vars(cls).keys() if not _is_of_a_library(cls) else ():
+                held = vars(cls)[key]
+                if isinstance(held, property):
+                    held = held.fget
+                held = getattr(held, "__func__", held)  # of a class method, or a static one
+                if id(held) not in seen:
+                    found.append((f"{name}.{key}", held))
+    return found
+
+
+_CALLED_BY_PYTHON = (
+    *("__call__", "__getitem__", "__setitem__", "__getattr__", "__iter__", "__next__"),
+    *("__enter__", "__exit__", "__len__", "__bool__", "__add__", "__mul__", "__matmul__"),
+)
+_HOLDERS = (types.SimpleNamespace, argparse.Namespace, threading.local, UserDict, UserList)
+"""Classes of Python that users keep tensors in."""
+
+
+def _names_in_function(value: Any) -> set[str]:
+    """Return the names that a function reads; none of anything else."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    value = getattr(value, "__func__", value)
+    return _names_in(value.__code__) if inspect.isfunction(value) else set()
 
 
 def _is_of_a_user(value: Any) -> bool:
@@ -275,7 +333,7 @@ def _is_of_a_user(value: Any) -> bool:
     Those hold much, such as tables of operators, and no numbers of the program.
     """
     of = value if inspect.isroutine(value) else type(value)
-    if isinstance(value, functools.partial):
+    if isinstance(value, (functools.partial, *_HOLDERS)):
         return True
     if isinstance(value, type | types.ModuleType):
         return False
@@ -313,9 +371,18 @@ def _directly_held_by(function: Any) -> Iterator[tuple[str, Any]]:
                 yield name, parameter.default
     elif not isinstance(function, nn.Module | type | types.ModuleType):
         yield from getattr(function, "__dict__", {}).items()
-        call = inspect.getattr_static(type(function), "__call__", None)
-        if inspect.isfunction(call):
-            yield "__call__", call
+        yield from _slots_of(function).items()
+
+
+def _slots_of(value: Any) -> dict[str, Any]:
+    """Return the attributes that an object has in slots."""
+    found = {}
+    for cls in type(value).__mro__:
+        for name, slot in vars(cls).items():
+            is_slot = inspect.ismemberdescriptor(slot) and not name.startswith("__")
+            if is_slot and not _is_of_a_library(cls) and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
 
 
 def _globals_of(function: types.FunctionType) -> dict[str, Any]:
@@ -347,39 +414,47 @@ def contents_of(function: Any) -> Callable[[], None]:
     A call may replace a tensor of an object, of a list, or of a closure. The function is none of
     the proof's own, so the next run, and the user, would find what was put there.
     """
-    containers: list[tuple[Any, Any]] = []
-    cells: list[tuple[Any, Any]] = []
-    variables: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    generators: list[tuple[torch.Generator, Tensor]] = []
+    undo: list[Callable[[], object]] = []
     for _, value in [("", function), *_held_by(function)]:
-        while isinstance(value, functools.partial):
-            value = value.func
-        value = getattr(value, "__func__", value)
-        if isinstance(value, torch.Generator):
-            generators.append((value, value.get_state()))
-        elif isinstance(value, list | dict | set):
-            containers.append((value, value.copy()))
-        elif inspect.isfunction(value) and _is_of_a_user(value):
-            cells += [(cell, cell.cell_contents) for cell in value.__closure__ or () if _has(cell)]
-            own_names = _globals_of(value).keys() & value.__globals__.keys()
-            named = {name: value.__globals__[name] for name in own_names}
-            variables.append((value.__globals__, named))
-        elif not isinstance(value, nn.Module | Tensor) and _is_of_a_user(value):
-            own = getattr(value, "__dict__", {})
-            containers.append((own, dict(own)))
+        undo += _undo_of(value)
 
     def put_back() -> None:
-        for container, before in containers:
-            container.clear()
-            container.extend(before) if isinstance(container, list) else container.update(before)
-        for cell, before in cells:
-            cell.cell_contents = before
-        for names, before in variables:
-            names.update(before)
-        for generator, state in generators:
-            generator.set_state(state)
+        for each in undo:
+            each()
 
     return put_back
+
+
+def _undo_of(value: Any) -> list[Callable[[], object]]:
+    """Return functions that put back what is in a container, a function or an object now."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    value = getattr(value, "__func__", value)
+    if isinstance(value, torch.Generator):
+        return [functools.partial(value.set_state, value.get_state())]
+    if isinstance(value, list | dict | set | deque):
+        return [functools.partial(_refill, value, value.copy())]
+    if isinstance(value, nn.Module | Tensor) or not _is_of_a_user(value):
+        return []
+    undo: list[Callable[[], object]] = []
+    if inspect.isfunction(value):
+        for cell in filter(_has, value.__closure__ or ()):
+            undo.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
+        own_names = _globals_of(value).keys() & value.__globals__.keys()
+        named = {name: value.__globals__[name] for name in own_names}
+        return [*undo, functools.partial(value.__globals__.update, named)]
+    own = getattr(value, "__dict__", {})
+    undo.append(functools.partial(_refill, own, dict(own)))
+    for name, attribute in _slots_of(value).items():
+        # Not the class's own, which a frozen dataclass refuses.
+        undo.append(functools.partial(object.__setattr__, value, name, attribute))
+    return undo
+
+
+def _refill(container: Any, before: Any) -> None:
+    container.clear()
+    is_ordered = isinstance(container, list | deque)
+    container.extend(before) if is_ordered else container.update(before)
 
 
 class HeldState:

@@ -8,9 +8,11 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pytest_gtrainer import (
+    BitwiseDifference,
     CostModel,
     DebugConfig,
     Record,
+    assert_bitwise_equal,
     assert_invariant,
     assert_no_deadlock,
     assert_no_less_accurate,
@@ -33,6 +35,7 @@ from pytest_gtrainer import (
     record_training,
     trace_step,
 )
+from pytest_gtrainer.numerics.bits import NoBytes
 
 X = torch.ones(4, 2)
 LOSS = torch.tensor(1.0)
@@ -194,6 +197,40 @@ def test_a_nested_tensor_has_no_bytes(nested):
             call()
     with pytest.raises(ValueError, match="has a nested tensor, whose elements nobody follows"):
         prove(torch.abs, torch.abs, inputs=({"x": nested},))
+
+
+class Wrapper(torch.Tensor):
+    """Wraps a tensor, and does not say so by ``__tensor_flatten__``."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args = [each.inner if isinstance(each, cls) else each for each in args]
+        return cls(func(*args, **(kwargs or {})))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+@pytest.mark.parametrize("count", [0, 1, 8])
+@pytest.mark.parametrize("kind", ["wrapper", "parameter", "masked"])
+def test_a_tensor_that_wraps_another_has_no_bytes(kind, count):
+    """Its own memory holds nothing, which would be equal to that of any other one."""
+    makes = {
+        "wrapper": Wrapper,
+        "parameter": lambda inner: nn.Parameter(Wrapper(inner)),
+        "masked": lambda inner: torch.masked.masked_tensor(inner, inner > 0),
+    }
+    ones, zeros = makes[kind](torch.ones(count)), makes[kind](torch.zeros(count))
+    for call in (lambda: digest(ones), lambda: Record().add(0, 0, "loss", "x", ones)):
+        with pytest.raises(NoBytes, match="wraps other tensors: compare its parts"):
+            call()
+    with pytest.raises(BitwiseDifference, match="wraps other tensors: compare its parts"):
+        assert_bitwise_equal({"x": ones}, {"x": zeros})
 
 
 USES = {

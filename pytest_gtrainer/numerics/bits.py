@@ -41,11 +41,10 @@ def plain(tensor: Tensor) -> Tensor:
 
 def held(tensor: Tensor) -> Tensor:
     """Do as ``plain``, but keep strides, and conjugates and negations that torch has put off."""
-    tensor = tensor.detach()
     if is_dtensor(tensor):
-        tensor = tensor.to_local().detach()
+        tensor = tensor.detach().to_local()
     if type(tensor).__name__ == "AsyncCollectiveTensor":
-        tensor = tensor.wait()
+        tensor = tensor.detach().wait()
     kind = type(tensor).__name__
     if tensor.is_nested:
         raise NoBytes("a nested tensor has no plain bytes: compare its unbind(), or its values()")
@@ -56,11 +55,12 @@ def held(tensor: Tensor) -> Tensor:
             f"a {tensor.layout} tensor of {tensor.dtype} has no plain bytes: convert it first"
         )
 
-    if is_traceable_wrapper_subclass(tensor):
+    # Also of a class that says no parts, whose own memory holds nothing.
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise NoBytes(f"a {kind} wraps other tensors: compare its parts")
     if tensor.numel() and not tensor.untyped_storage().nbytes():  # reading would crash the process
         raise NoBytes("its memory was freed, as FSDP does with parameters that it has resharded")
-    return tensor
+    return tensor.detach()
 
 
 def parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

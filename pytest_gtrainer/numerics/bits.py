@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pytest_gtrainer._torch.values import is_traceable_wrapper_subclass
-
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD = 8
 _PIECE = 4 << 20  # elements

@@ -50,6 +50,8 @@ class GoldenPlugin:
         # found after the last report, so no report carries them
         self.late_facts: list[facts.Fact] = []
         self._compares_runs = options.compares_runs(config)
+        # What a golden's file does not show: repetitions that accept their text, each its own.
+        self._shows_claims = self._compares_runs or options.get(config, "repeat") > 1
         self._artifacts = artifacts.folder(config)
         self._is_rank = "gt_rank" in getattr(config, "workerinput", {})
         self._recorded: dict[str, list[Claim]] = {}  # in a rank: claims for its reports
@@ -87,6 +89,7 @@ class GoldenPlugin:
             return unfit() if self.modes.creates and is_first else None
 
         found, failure = self._judge(item, claim)
+        found = [*found, *self._shown(claim)]
         if self._pending and self._pending[-1][0] is claim:
             failure = unfit()
             if failure is not None:
@@ -96,6 +99,14 @@ class GoldenPlugin:
             facts.emit(**fact)
         return failure
 
+    def _shown(self, claim: Claim) -> list[facts.Fact]:
+        """Return the text of a check as a fact, if runs or repetitions are compared."""
+        if not self._shows_claims:
+            return []
+        key = hashlib.sha256(claim.text.encode()).hexdigest()[:16]
+        text = {"key": key, "packed": facts.packed(claim.text)}
+        return [{"kind": "golden_text", "name": claim.path, "of": claim.kind, **text}]
+
     def _judge(self, item: pytest.Item, claim: Claim) -> tuple[list[facts.Fact], str | None]:
         """Return the facts of a check, and the failure's text.
 
@@ -104,10 +115,7 @@ class GoldenPlugin:
         held = self._held(claim)
         self._claimed |= {claim.path, held.path}
         if self._compares_runs:
-            key = hashlib.sha256(claim.text.encode()).hexdigest()[:16]
-            text = {"key": key, "packed": facts.packed(claim.text)}
-            seen = {"kind": "golden_text", "name": claim.path, "of": claim.kind, **text}
-            return [_fact(claim, "compared between two runs"), seen], None
+            return [_fact(claim, "compared between two runs")], None
         try:
             golden = store.read(self.root / held.path, self.root)
         except store.GoldenFileError as error:
@@ -290,7 +298,7 @@ class GoldenPlugin:
         for nth in range(len(by_rank[min(by_rank)])):
             claim = naming.showing_groups({rank: claimed[nth] for rank, claimed in by_rank.items()})
             more, failure = self._judge(item, claim)
-            found += more
+            found += [*more, *self._shown(claim)]
             if failure is not None:
                 failures.append(failure)
 

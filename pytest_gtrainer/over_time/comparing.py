@@ -285,9 +285,11 @@ def _matched(steps: Steps, letter: str, result: Comparison) -> Steps:
 def _check_same_model(a_steps: Steps, b_steps: Steps) -> None:
     names = []
     for steps in (a_steps, b_steps):
-        # Options have the same names in every run.
-        entries = steps[max(steps)].get("optimiser", {})
-        names.append([name for name in entries if not _is_option(name)])
+        # Of all steps, as optimisers may step in turn. Options have the same names in every run.
+        found: dict[str, None] = {}
+        for phases in steps.values():
+            found.update(dict.fromkeys(phases.get("optimiser", {})))
+        names.append([name for name in found if not _is_option(name)])
     if all(names) and set(names[0]).isdisjoint(names[1]):
         raise RecordError(
             "the records are of different models: no name of a tensor is in both, "

@@ -143,8 +143,8 @@ def _same_random_states() -> Iterator[None]:
 
 
 def has_records(test: Test) -> bool:
-    """Return whether a test recorded numbers, graphs or layouts."""
-    return bool(test.find("comparison") or test.find("pass") or test.find("layout"))
+    """Return whether a test recorded numbers, graphs, layouts or goldens."""
+    return any(test.find(kind) for kind in ("comparison", "pass", "layout", "golden_text"))
 
 
 def describe_differences(tests: Sequence[Test]) -> list[str]:
@@ -152,16 +152,20 @@ def describe_differences(tests: Sequence[Test]) -> list[str]:
     from pytest_gtrainer.report.html import build_details
 
     first = tests[0]
-    graphs = {fact["key"]: fact["packed"] for fact in first.find("graph_text")}
+    graphs = _packed_texts(first)
     known = facts.all_escaped(build_details(first))
     lines = []
     for number, test in enumerate(tests[1:], 2):
         earlier = Earlier(Path(), {facts.escaped(first.name): known}, graphs)
-        texts = {fact["key"]: fact["packed"] for fact in test.find("graph_text")}
-        found = earlier.compare(test, facts.all_escaped(build_details(test)), texts)
+        found = earlier.compare(test, facts.all_escaped(build_details(test)), _packed_texts(test))
         if found["lines"]:
             lines.append(f"repetition {number} against 1: {'; '.join(found['lines'])}")
     return lines
+
+
+def _packed_texts(test: Test) -> dict[str, str]:
+    found = [*test.find("graph_text"), *test.find("golden_text")]
+    return {fact["key"]: fact["packed"] for fact in found}
 
 
 def calls_by_rank(test: Test) -> dict[int, list[Call]]:

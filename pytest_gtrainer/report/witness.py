@@ -12,7 +12,8 @@ comparisons and layouts (``facts.notify``) into facts of the test's reports:
   the test itself called ``peak_memory``, by a key of its own;
 - ``layout``: the byte of each parameter, in a pipeline's result or in two sides that were compared;
 - ``golden_difference``: a graph golden, the obtained graph, and the change in words and in lines;
-- ``golden_text``: what a test claims for a golden, if runs are compared (``--gt-against``);
+- ``golden_text``: what a test claims for a golden, if runs are compared (``--gt-against``) or
+  repetitions (``--gt-repeat``);
 - ``imported``: where modules came from, if runs are compared;
 - ``comparison``: a digest of every phase of every step and rank, and the first difference;
 - ``calls``: a digest of each operator, if a repeated test is observed (``--gt-repeat``);

@@ -396,6 +396,16 @@ def test_other_models_are_refused_unless_a_side_has_no_tensor(compared, only):
         compared(*sides)
 
 
+def test_optimisers_that_step_in_turn_are_of_one_model(compared):
+    """Run B ends a step earlier, at the step of the other optimiser."""
+    turns = ({"a.w": tensor(1)}, {"b.w": tensor(2)})
+    run = []
+    for number in range(6):
+        run += steps(1, optimiser=turns[number % 2])
+    said = compared([run], [run[:5]])
+    assert said == ["only in A: 1 step, 5", "equal: 10 values in 5 steps; 1 step compared with nothing"]
+
+
 def loading(value):
     """The first step of a run that begins with this weight, and adds one to it."""
     return {"load": {"w": tensor(value)}, "optimiser": {"w": tensor(value + 1), **OPTIONS}}

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pytest_gtrainer.report.collected import Test as Collected
-from pytest_gtrainer.report.repeats import find_operator
+from pytest_gtrainer.facts import packed
+from pytest_gtrainer.report.repeats import describe_differences, find_operator, has_records
 
 SUITE = Path(__file__).parent / "repeating.py"
 
@@ -68,6 +69,46 @@ def test_the_report_keeps_a_repetition_that_failed_and_x_ends_at_it(tmp_path):
     done = run(tmp_path, "--gt-repeat=4", "-x", "-k", "flaky")
     assert "2 of 4" in done.stdout
     assert "1 failed, 1 passed" in done.stdout
+
+
+def claiming(kind, text):
+    """A test that claims this text for a golden."""
+    test = Collected("a.py::t")
+    report = pytest.TestReport("a.py::t", ("a.py", 0, "t"), {}, "passed", None, "call")
+    text = {"key": text, "packed": packed(text)}
+    report.gt_facts = [{"kind": "golden_text", "name": "g.txt", "of": kind, **text}]
+    test.add(report)
+    return test
+
+
+@pytest.mark.parametrize("kind", ["text", "numbers", "graph"])
+def test_what_repetitions_claim_for_a_golden_is_compared(kind):
+    tests = [claiming(kind, text) for text in ("1\n", "1\n", "2\n")]
+    assert has_records(tests[0])
+    assert not describe_differences(tests[:2])
+    (line,) = describe_differences(tests)
+    assert line.startswith("repetition 3 against 1: g.txt: ")
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("accepts", ["--gt-update-goldens", "--gt-create-goldens"])
+def test_a_golden_that_each_repetition_writes_anew_fails(tmp_path, accepts):
+    """Each golden holds for its own repetition."""
+    (tmp_path / "test_it.py").write_text("""
+        import itertools
+        count = itertools.count()
+        def test_text(gt_golden):
+            gt_golden.check(f"run {next(count)}")
+        def test_numbers(gt_golden):
+            gt_golden.check({"loss": float(next(count))})
+        def test_same(gt_golden):
+            gt_golden.check("same")
+    """.replace("\n        ", "\n"))
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "--gt-repeat=2", accepts, "--gt-goldens-in-ci"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1
+    assert done.stdout.count(" - repetitions differ") == 2
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "two"])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gtrainer.report.collected import Test as Collected
 from pytest_gtrainer.facts import packed
+from pytest_gtrainer.report.collected import Test as Collected
 from pytest_gtrainer.report.repeats import describe_differences, find_operator, has_records
 
 SUITE = Path(__file__).parent / "repeating.py"

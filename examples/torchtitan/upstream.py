@@ -65,8 +65,11 @@ RUNS = {
         ("trace_module", "bitwise", "graph_pp_passes", "sac_peak", "profiler"),
         select=f"({_WANTS_MEANS}) and {_ALONE}",
     ),
-    "worlds": Run(_CUDA, ("passes", "numerics", "trace_module"), ours=True),
+    "worlds": Run(
+        _CUDA, ("passes", "numerics", "trace_module"), ours=True, select="not GraphTrainerNumerics"
+    ),
     "twice": Run(_CUDA, ("bitwise",), ours=True),
+    "losses": Run(_CUDA, ("numerics",), ours=True, select="GraphTrainerNumerics"),
 }
 # Files that take longer than LIMIT, run in parts: of each, a part of the names of its tests.
 PARTS = {

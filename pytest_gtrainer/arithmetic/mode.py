@@ -647,16 +647,24 @@ def note_branch(arithmetic: Arithmetic, number: Any, asks: str = "") -> None:
     Args:
         asks: an operator that makes it, and which call of it that is; it may go to ``where``.
     """
-    frame = sys._getframe(1)
-    is_in_graph = False
-    while frame.f_back is not None and _is_of_library(frame):
-        is_in_graph = is_in_graph or frame.f_globals.get("__name__") == "torch.fx.interpreter"
-        frame = frame.f_back
-    where = f"the graph ({asks})" if asks else "the graph"
-    if not is_in_graph and not _is_of_library(frame):
-        where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        where += f" ({asks.split()[0]})" if asks else ""
+    line = line_of_program()
+    if line:
+        where = f"{line} ({asks.split()[0]})" if asks else line
+    else:
+        where = f"the graph ({asks})" if asks else "the graph"
     arithmetic.branches.setdefault(where, set()).add(str(number))
+
+
+def line_of_program() -> str:
+    """Return which line of the program runs, as ``model.py:7``; "" in a graph."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_of_library(frame):
+        if frame.f_globals.get("__name__") == "torch.fx.interpreter":
+            return ""
+        frame = frame.f_back
+    if _is_of_library(frame):
+        return ""
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _is_of_library(frame: FrameType) -> bool:

@@ -15,8 +15,10 @@ from torch import Tensor, fx
 
 from pytest_gtrainer._torch.values import storage_id
 from pytest_gtrainer.arithmetic.hashing import scramble
+from pytest_gtrainer.arithmetic.mode import line_of_program
 from pytest_gtrainer.arithmetic.operators import MOVES, base_name
 from pytest_gtrainer.arithmetic.values import Value
+from pytest_gtrainer.facts import spell_some
 from pytest_gtrainer.graph.nodes import node_fqn
 
 
@@ -26,12 +28,14 @@ class Step:
 
     Attributes:
         where: the node or the operator, for a message.
+        node: the node, if a graph runs.
         operands: the steps that made what it read, by their number.
         given: are all elements of its operands made by the other program?
         made: a place of an element that the other program never makes; None if it makes all.
     """
 
     where: str
+    node: fx.Node | None
     operands: list[int]
     given: bool
     made: tuple[int, ...] | None
@@ -90,11 +94,12 @@ class Trail:
         self.others = others
         self.steps: list[Step] = []
         self.where = ""
+        self._node: fx.Node | None = None
         self._writer: dict[int, int] = {}
 
     def come_to(self, node: fx.Node, rank: int | None) -> None:
         """Note which node runs next."""
-        fqn = node_fqn(node)
+        fqn, self._node = node_fqn(node), node
         self.where = f"node {node.name} ({node.target})"
         if fqn:
             self.where += f" of {fqn}"
@@ -105,13 +110,17 @@ class Trail:
         writers = {self._writer.get(storage_id(tensor)) for tensor in operands}
         before = sorted(writer for writer in writers if writer is not None)
         given = all(self.steps[writer].made is None for writer in before)
+        where = self.where
+        if not where:
+            line = line_of_program()  # in a backward, the line that calls it
+            where = f"{operator} at {line}" if line else str(operator)
         for tensor in made:
             place = None
             # A move makes no new elements.
             if not given or base_name(operator) not in MOVES:
                 place = self.others.missing(read(tensor))
             self._writer[storage_id(tensor)] = len(self.steps)
-            self.steps.append(Step(self.where or str(operator), before, given, place))
+            self.steps.append(Step(where, self._node, before, given, place))
 
     def origin_of(self, result: Tensor) -> str:
         """Return where the difference of a result begins."""
@@ -125,5 +134,23 @@ class Trail:
         for number in sorted(seen):  # in the order in which they ran
             step = self.steps[number]
             if step.made is not None and step.given:
-                return f"{step.where}, element {list(step.made)}"
+                return f"{step.where}{_behind(step.node)}, element {list(step.made)}"
         return "a move: the expected program makes every value, at another place"
+
+
+def _behind(node: fx.Node | None) -> str:
+    """Return the modules before a node that is in none itself, in words; "" if it is in one."""
+    if node is None or node_fqn(node):
+        return ""
+    modules: dict[str, None] = {}
+    seen: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        each = todo.pop(0)
+        fqn = node_fqn(each)
+        if fqn:
+            modules[fqn] = None
+        elif each not in seen:
+            seen.add(each)
+            todo += each.all_input_nodes
+    return f", behind {spell_some(list(modules))}" if modules else ""

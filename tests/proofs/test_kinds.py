@@ -353,6 +353,35 @@ def test_where_it_begins_is_the_first_value_that_the_other_never_makes():
     assert proof.origin.startswith("node cos (aten.cos.default)"), proof.origin
 
 
+class _Product(torch.nn.Module):
+    """A product of two modules, which is in none of them."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.gate, self.up, self.times = torch.nn.Linear(6, 3), torch.nn.Linear(6, 3), times
+
+    def forward(self, x):
+        return self.gate(x) * self.up(x) * self.times
+
+
+def test_where_it_begins_names_modules_and_lines():
+    """A node in no module stands behind those that it reads; eager code has a line."""
+    torch.manual_seed(0)
+    model = _Product(2)
+    graphs = [torch.export.export(_Product(times), (X,)).module() for times in (3, 2)]
+    for gm in graphs:
+        gm.load_state_dict(model.state_dict())
+    origin = prove(*graphs, inputs=(X,)).origin
+    assert "aten.mul.Tensor), behind gate, up, element" in origin, origin
+
+    def actual(model, x):
+        return model(x).cos()
+
+    proof = prove(actual, lambda model, x: model(x).sin(), inputs=(model, X))
+    line = actual.__code__.co_firstlineno + 1
+    assert proof.origin.startswith(f"aten.cos.default at test_kinds.py:{line}, element")
+
+
 def test_an_operator_of_a_user_is_opaque_until_it_has_a_meaning():
     @torch.library.custom_op("gt_proofs::scaled", mutates_args=())
     def scaled(x: torch.Tensor, by: float) -> torch.Tensor:

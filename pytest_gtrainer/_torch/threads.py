@@ -9,7 +9,7 @@ passes it ``backend``. Since torch 2.14 ``batch_isend_irecv`` asks a subclass, t
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 from unittest import mock
@@ -100,6 +100,15 @@ def register_default_group(group: dist.ProcessGroup, store: dist.Store) -> None:
     ranks = {rank: rank for rank in range(group.size())}
     c10d._register_pg_in_world(group, BACKEND, store, name, f"cpu:{BACKEND}", ranks)
     c10d._world.default_pg = group
+
+
+def note_group_of_others(ranks: Sequence[int]) -> None:
+    """Note the ranks of a group that this thread's rank is not in, as ``new_group`` of torch does.
+
+    So ``get_process_group_ranks`` answers for what such a rank has: ``NON_GROUP_MEMBER``.
+    """
+    others = {rank: place for place, rank in enumerate(ranks)}
+    c10d._world.pg_group_ranks[dist.GroupMember.NON_GROUP_MEMBER] = others
 
 
 def drop_groups() -> None:

@@ -44,6 +44,21 @@ def test_gathers_reductions_and_exchanges(gt_world, dtype):
         assert shard.tolist() == [9 * (rank + 1) / divisor]
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_monitored_barrier_is_one_collective_of_all_ranks(gt_world, beside):
+    """gloo counts the messages in it, which the first rank exchanges with each other one."""
+    pair = dist.new_group([1, 2])
+    dist.monitored_barrier()
+    if beside:
+        dist.monitored_barrier()
+        if gt_world.rank:
+            dist.monitored_barrier(pair)
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert value.item() == 3
+    dist.destroy_process_group(pair)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_functional_collectives(gt_world, dtype):
     """W3."""

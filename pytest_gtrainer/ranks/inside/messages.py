@@ -1,6 +1,7 @@
 """Sends and receives of a rank, counted by the group they are issued on.
 
 gloo counts them among the collectives, in which all ranks must agree; in messages ranks may differ.
+It also counts those of ``monitored_barrier``, in which the first rank hears and answers each other.
 The counting function stands in a file of its own because gloo may wait inside of it: ``answers``
 knows the file, so that the rank is seen to wait in the call of torch that the test made.
 """
@@ -11,6 +12,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+
+from pytest_gtrainer._torch.process_groups import issued_on
 
 # By group, not by its ``id``: a test may destroy a group, and a later one gets the same address.
 Counts = WeakKeyDictionary[dist.ProcessGroup, int]
@@ -33,5 +36,23 @@ def count_messages(issued: Counts, balance: Counts) -> None:
 
         return counted
 
-    for name, step in (("send", 1), ("recv", -1), ("recv_anysource", -1)):
-        setattr(dist.ProcessGroup, name, counting(getattr(dist.ProcessGroup, name), step))
+    def as_one_collective(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def counted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            before = issued_on(group)
+            try:
+                return method(group, *args, **kwargs)
+            finally:
+                more = issued_on(group) - before - 1
+                issued[group] = issued.get(group, 0) + more
+
+        return counted
+
+    wrappers = {
+        "send": functools.partial(counting, step=1),
+        "recv": functools.partial(counting, step=-1),
+        "recv_anysource": functools.partial(counting, step=-1),
+        "monitored_barrier": as_one_collective,
+    }
+    for name, wrapper in wrappers.items():
+        setattr(dist.ProcessGroup, name, wrapper(getattr(dist.ProcessGroup, name)))

@@ -671,6 +671,21 @@ def test_all_ranks_destroy_a_group_and_make_it_again():
     assert run_threads(4, makes, net=NET)[2:] == [[1.0, 1.0], [4.0, 4.0]]
 
 
+def test_a_rank_outside_of_a_group_may_ask_who_is_in_it():
+    """``if rank in get_process_group_ranks(group)``, as on real ranks."""
+    for ranks in ([0, 1], [2], [1, 2]):
+
+        def asks(rank, ranks=ranks):
+            group = dist.new_group(ranks)
+            total = torch.ones(1)
+            if rank in dist.get_process_group_ranks(group):
+                dist.all_reduce(total, group=group)
+            return total.item()
+
+        expected = [len(ranks) if rank in ranks else 1 for rank in range(4)]
+        assert run_threads(4, asks, net=NET) == expected
+
+
 def test_a_group_that_its_members_make_alone():
     def makes(rank):
         if rank in (1, 3):

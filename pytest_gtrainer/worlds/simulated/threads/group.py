@@ -27,6 +27,7 @@ from pytest_gtrainer._torch.threads import (
     BACKEND,
     Work,
     active_fake_mode,
+    note_group_of_others,
     reduction_of,
     unseen_by_modes,
 )
@@ -537,6 +538,7 @@ class ThreadGroup(dist.ProcessGroup):
         """Return the subgroup of these global ranks; None for a rank that is not in it."""
         self._shared.note_group(self._global_rank, group_name)
         if self._global_rank not in ranks:
+            note_group_of_others(ranks)
             return None
         return ThreadGroup(self._shared, self._global_rank, group_name, ranks)
 

@@ -48,7 +48,7 @@ def count_messages(issued: Counts, balance: Counts) -> None:
 
         return counted
 
-    wrappers = {
+    wrappers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
         "send": functools.partial(counting, step=1),
         "recv": functools.partial(counting, step=-1),
         "recv_anysource": functools.partial(counting, step=-1),

@@ -25,8 +25,6 @@ FLAVOURS = {flavour.test_name: flavour for flavour in DEFINED}
 BLOCKED = {
     "--compile.mode jit": "torchtitan switched its jit mode off (#2149)",
     "--compile.enable_autoparallel": "autoparallel is on no index",
-    "--parallelism.pipeline_parallel_schedule DualPipeV": "its golden is not made yet",
-    "--config graph_trainer_qwen3_debugmodel": "its golden is not made yet",
 }
 # Sizes for which a flavour needs more than two short sequences: a microbatch for each stage of a
 # pipeline, a block of FlexAttention for each rank of a context.

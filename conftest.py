@@ -3,10 +3,12 @@
 import gc
 import os
 import sys
+from collections.abc import Generator
 from contextlib import suppress
 
 import pytest
 
+from fixtures.warm import WarmPython
 from pytest_gtrainer.devices import visible_gpus
 
 # Generated tests have no limit of time: a loaded machine is no fault of theirs. CI draws the same
@@ -61,6 +63,19 @@ def pytester(pytester: pytest.Pytester) -> pytest.Pytester:
     """
     pytester.plugins.append("no:hypothesispytest")
     return pytester
+
+
+@pytest.fixture(scope="session")
+def warm_process() -> Generator[WarmPython]:
+    process = WarmPython()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def warm_python(warm_process: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of pytest that the test starts are forked from a Python that has imported torch."""
+    monkeypatch.setattr(sys, "executable", warm_process.executable)
 
 
 def pytest_sessionstart() -> None:

@@ -12,7 +12,7 @@ from pytest_gtrainer.facts import unpacked
 from pytest_gtrainer.options import OPTIONS
 from pytest_gtrainer.testing import run_project
 
-pytestmark = pytest.mark.second_tier
+pytestmark = [pytest.mark.second_tier, pytest.mark.usefixtures("warm_python")]
 
 PASSES = """
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as ours

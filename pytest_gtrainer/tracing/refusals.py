@@ -85,6 +85,28 @@ def refuse_model(model: nn.Module, step: Callable[..., Any] | None = None) -> No
         )
 
 
+def refuse_reentrant(outputs: Sequence[torch.Tensor]) -> None:
+    """Refuse results behind a reentrant checkpoint.
+
+    Its backward writes gradients itself, where a trace does not see them, and runs not at all if
+    nothing before it trains.
+    """
+    todo = [output.grad_fn for output in outputs]
+    seen = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        # By its name: Megatron-LM and others have a class of their own.
+        if node.name() == "CheckpointFunctionBackward":
+            raise ValueError(
+                "the step uses checkpoint(..., use_reentrant=True), whose backward writes "
+                "gradients where a trace does not see them: take use_reentrant=False"
+            )
+        todo += [behind for behind, _ in node.next_functions]
+
+
 def refuse_compiled_code(error: RuntimeError, place: str) -> None:
     """Raise torch's ``error`` about compiled code in our words; return if it is another one."""
     if is_about_compiled_code(error):

@@ -75,6 +75,7 @@ from pytest_gtrainer.tracing.refusals import (
     refuse_compiled_code,
     refuse_input,
     refuse_model,
+    refuse_reentrant,
     refuse_unknown_tensors,
     refusing_random_states,
     refusing_side_effects,
@@ -609,6 +610,7 @@ class Tracing:
         seeds: Sequence[torch.Tensor],
     ) -> list[torch.Tensor | None]:
         """Return local gradients of ``wanted``, the last of which are the trainable parameters."""
+        refuse_reentrant(outputs)
         gradients = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
         self.gradient_placements.clear()
         for gradient in gradients[len(gradients) - len(self.state.trainable) :]:

@@ -10,6 +10,7 @@ from torch.distributed._composable import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from pytest_gtrainer import (
     assert_bitwise_different,
@@ -650,3 +651,36 @@ def test_a_tensor_that_is_neither_input_nor_state_is_refused_with_a_way_out(wher
         trace_step(model, step, (torch.ones(2, 4),))
     model.register_buffer("known", outside[0])
     trace_step(model, lambda model, x: (x @ model.weight * model.known).mean(), (torch.ones(2, 4),))
+
+
+class InCheckpoints(nn.Module):
+    """Two layers, of which the first, or what is before it, trains or not."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9)
+        self.reentrant = reentrant
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        if not x.requires_grad:
+            x.requires_grad_()  # as transformers' enable_input_require_grads does
+        return self.head(checkpoint(self.layer, x, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("trained", ["all", "layer", "head"])
+def test_a_reentrant_checkpoint_is_refused_with_a_way_out(trained):
+    """Without the refusal the layer has no gradient if the embedding is frozen."""
+    tokens = torch.tensor([1, 2, 3])
+    for reentrant in (True, False):
+        model = InCheckpoints(reentrant)
+        model.embedding.requires_grad_(trained == "all")
+        model.layer.requires_grad_(trained != "head")
+        if reentrant:
+            with pytest.raises(ValueError, match="take use_reentrant=False"):
+                trace_step(model, lambda model, x: model(x).square().mean(), (tokens,))
+            continue
+        traced = trace_step(model, lambda model, x: model(x).square().mean(), (tokens,))
+        traced.replay(model, tokens)
+        got = {name for name, each in model.named_parameters() if each.grad is not None}
+        assert ("layer.weight" in got) == (trained != "head")

@@ -657,6 +657,39 @@ def test_a_group_that_was_destroyed_is_used(call):
     assert "which rank 0 has destroyed" in complaint
 
 
+COLUMNS = {
+    "all_reduce": lambda x: dist.all_reduce(x[:, ::2]),
+    "all_reduce of a transpose": lambda x: dist.all_reduce(x.t()),
+    "broadcast": lambda x: dist.broadcast(x[:, 0], 0),
+    "all_gather": lambda x: dist.all_gather_into_tensor(torch.empty(16), x[:, 0]),
+    "output of all_gather": lambda x: dist.all_gather_into_tensor(x[:, 0], torch.empty(1)),
+    "all_gather into a list": lambda x: dist.all_gather([x[0], x[1], x[2], x[:, 1]], x[3]),
+    "reduce_scatter": lambda x: dist.reduce_scatter_tensor(torch.empty(4), x.t()),
+    "all_to_all": lambda x: dist.all_to_all_single(torch.empty(4), x[:, 1]),
+    "recv": lambda x: dist.recv(x[:, 1], dist.get_rank() ^ 1),
+    "send": lambda x: dist.send(x[:, 1], dist.get_rank() ^ 1),
+}
+
+
+@pytest.mark.parametrize("call", COLUMNS)
+def test_a_collective_of_a_tensor_that_is_not_contiguous(call):
+    complaint = failure_of(ValueError, lambda rank: COLUMNS[call](torch.ones(4, 4)))
+    assert "NCCL refuses it, and gloo may reduce the memory between its elements" in complaint
+
+
+def test_collectives_of_images_whose_channels_are_last_and_of_parts_without_gaps():
+    def together(rank):
+        image = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)
+        dist.all_reduce(image)
+        part = torch.ones(4, 4)
+        dist.all_reduce(part[1:3])
+        dist.all_reduce(part[:, :1][:1])
+        dist.all_reduce(torch.ones(0, 3).t())
+        return image.unique().item(), part.sum().item()
+
+    assert set(run_threads(4, together, net=NET)) == {(4.0, 16 + 8 * 3 + 3)}
+
+
 def test_all_ranks_destroy_a_group_and_make_it_again():
     def makes(rank):
         total = torch.ones(2)

@@ -323,6 +323,7 @@ class ThreadGroup(dist.ProcessGroup):
     ) -> _Work:
         """Arrive at a meeting; ``text`` as in ``Issued``, ``details`` as in ``Contribution``."""
         self._check(text, outputs)
+        _refuse_strides(text, [*inputs, *outputs])
         given = Contribution(rank=self._global_rank, inputs=list(inputs), **details)
         meeting = self._meeting_place.arrive(
             self._global_rank, Issued(text, collective, given, outputs)
@@ -469,6 +470,7 @@ class ThreadGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> _Work:
         self._check("send", tensors)
+        _refuse_strides("send", tensors)
         route = self._global_rank, self._members[destination], tag
         if waiting := self._meeting_place.wanted[route]:
             message = waiting.popleft()
@@ -486,6 +488,7 @@ class ThreadGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> _Work:
         self._check("recv", tensors)
+        _refuse_strides("recv", tensors)
         route = self._members[source], self._global_rank, tag
         message = Message(route, tensors[0])
         if sent := self._meeting_place.sent[route]:
@@ -563,6 +566,19 @@ class ThreadGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Note that this rank destroys the group: ``destroy_process_group`` calls this."""
         self._meeting_place.left.add(self._global_rank)
+
+
+def _refuse_strides(text: str, tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors that are not contiguous, as NCCL does; images may have their channels last."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for tensor in tensors:
+        last = formats.get(tensor.dim(), torch.contiguous_format)
+        if not (tensor.is_contiguous() or tensor.is_contiguous(memory_format=last)):
+            raise ValueError(
+                f"{text.partition(' ')[0]} of a tensor of shape {list(tensor.shape)} with strides "
+                f"{tensor.stride()}: NCCL refuses it, and gloo may reduce the memory between its "
+                "elements: give its contiguous(), and copy the result back"
+            )
 
 
 def _reduction(opts: Any) -> tuple[str, dict[str, Any]]:

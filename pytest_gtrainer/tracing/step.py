@@ -464,6 +464,8 @@ class Tracing:
             collector_off(),
             annotate_module_fqns(self.model),
             tracing_backward_metadata(),
+            # Anomaly mode would ask each gradient whether it is NaN, and fake tensors cannot say.
+            torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False),
             self.mode,
             long_work(f"tracing a step of {type(self.model).__name__}"),
         ):

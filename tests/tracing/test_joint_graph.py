@@ -316,3 +316,23 @@ def test_meta_tensors_are_traced_for_the_cpu(inputs, train_step):
     traced = trace_step(model, train_step, tuple(t.to("meta") for t in inputs))
     assert {t.device.type for t in traced.example_inputs} == {"cpu"}
     assert traced.example_inputs[0].stride() == (1, 4), "strides of a transposed parameter"
+
+
+@pytest.mark.parametrize("mode", ["detect_anomaly", "set_detect_anomaly"])
+@pytest.mark.parametrize("check_nan", [True, False])
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_a_step_is_traced_in_anomaly_mode(mode, check_nan):
+    """The graph has no check of NaN, and the mode stays as it was."""
+
+    def nodes():
+        model = nn.Linear(4, 4)
+        step = trace_step(model, lambda model, x: model(x).square().mean(), (torch.ones(2, 4),))
+        return [str(node.target) for node in step.gm.graph.nodes]
+
+    plain = nodes()
+    arguments = {"check_nan": check_nan} | ({"mode": True} if mode == "set_detect_anomaly" else {})
+    with getattr(torch.autograd, mode)(**arguments):
+        assert nodes() == plain
+        assert torch.is_anomaly_enabled()
+        assert torch.is_anomaly_check_nan_enabled() == check_nan
+    assert not torch.is_anomaly_enabled()

@@ -23,6 +23,16 @@ _TAKEN_ON_TRUST = {
 }
 
 
+_OPAQUE = "depend on nothing but their arguments, and write to none of them"
+_MEANT = "meaning(...) says"
+UNSEEN = "inputs of a graph that the traced code held stand for any numbers"
+
+
+def is_unchecked(assumption: str) -> bool:
+    """Return whether an assumption is about operators or tensors that no run has looked at."""
+    return any(words in assumption for words in (_OPAQUE, _MEANT, UNSEEN))
+
+
 def taken_on_trust(arithmetics: Sequence[Arithmetic], reads: int) -> list[str]:
     """Say what equal results of these arithmetics take for granted.
 
@@ -47,7 +57,7 @@ def taken_on_trust(arithmetics: Sequence[Arithmetic], reads: int) -> list[str]:
             found.append(says)
     if opaque:
         names = ", ".join(sorted(opaque))
-        found.append(f"{names} depend on nothing but their arguments, and write to none of them")
+        found.append(f"{names} {_OPAQUE}")
     if meant:
         their = "its" if len(meant) == 1 else "their"
         found.append(f"{_they_compute(sorted(meant))} what {their} meaning(...) says")

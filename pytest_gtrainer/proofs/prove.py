@@ -41,6 +41,8 @@ from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.numerics.bits import as_integers
 from pytest_gtrainer.proofs.alike import OneRankForAll, differ_only_in_floats
 from pytest_gtrainer.proofs.assumptions import (
+    UNSEEN,
+    is_unchecked,
     says_known,
     says_unlike,
     taken_on_trust,
@@ -784,10 +786,7 @@ def _assumed_of_state(programs: Sequence[Program]) -> tuple[str, ...]:
             names.update(dict.fromkeys(input_fqn(node) for node in inputs if holds_state(node)))
     if not names:
         return ()
-    return (
-        f"inputs of a graph that the traced code held stand for any numbers, so that what each "
-        f"side held is not compared ({spell_some(list(names))})",
-    )
+    return (f"{UNSEEN}, so that what each side held is not compared ({spell_some(list(names))})",)
 
 
 def _count_results(program: Program, run: ProgramRun) -> int:
@@ -891,6 +890,14 @@ def find_origin(
     return _first_reason_of_all_ranks(programs, origin)
 
 
+def emit_proof(proof: Proof) -> None:
+    """Note a proof for the summary, with what it takes on trust."""
+    facts.emit("verdict", outcome=proof.kind, tensors=proof.compared, what="proof")
+    for assumption in proof.assumes if proof.kind in KINDS else ():
+        if is_unchecked(assumption):
+            facts.emit("assumed", what=assumption)
+
+
 @facts.check
 def assert_same_function(
     actual: Any,
@@ -915,7 +922,7 @@ def assert_same_function(
     __tracebackhide__ = True
     check_kind(at_least)
     proof = prove(actual, expected, inputs=inputs, world=world)
-    facts.emit("verdict", outcome=proof.kind, tensors=proof.compared, what="proof")
+    emit_proof(proof)
     if not proof.is_at_least(at_least):
         raise AnotherFunction(f"expected at least {at_least!r}\n{proof}", proof)
     return proof

@@ -37,7 +37,7 @@ from pytest_gtrainer.numerics.verdict import Verdict, where
 from pytest_gtrainer.proofs.contexts import has_real_ranks
 from pytest_gtrainer.proofs.programs import Left, Program, make_abstract
 from pytest_gtrainer.proofs.proof import AnotherFunction, Proof, kind_in_words, offer_proof
-from pytest_gtrainer.proofs.prove import prove_programs
+from pytest_gtrainer.proofs.prove import emit_proof, prove_programs
 from pytest_gtrainer.references.config import start_of, trained_state
 from pytest_gtrainer.references.proven import ResultRecorder, net_for, shard_of
 from pytest_gtrainer.references.replicas import on_any_rank, texts_of_ranks
@@ -121,7 +121,7 @@ def require_identical(proof: Proof, what: str, row: dict[str, Any]) -> Proof:
     """Raise unless a proof shows that both sides have the same bits for any numbers."""
     __tracebackhide__ = True
     row["result"] = f"equal, and proven {proof.kind}"
-    facts.emit("verdict", outcome=proof.kind, tensors=proof.compared, what="proof")
+    emit_proof(proof)
     if proof.kind != "identical":
         raise AnotherFunction(
             f"{what}: bits are equal for these numbers, and not for any:\n{proof}", proof

@@ -198,6 +198,8 @@ def _describe_checks(test: Test) -> list[str]:
             case "verdict":
                 what = f" on {fact['what']}" if fact.get("what") else ""
                 lines.append(f"verdict{what}: {fact['outcome']}")
+            case "assumed":
+                lines.append(f"assumed: {fact['what']}")
             case "kind":
                 lines.append(f"in exact arithmetic: {fact['outcome']}")
             case "skip":

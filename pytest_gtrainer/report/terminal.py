@@ -40,6 +40,7 @@ _TOPICS = (
     ("verdicts", "verdict", lambda fact: fact["outcome"]),
     ("kinds", "kind", lambda fact: fact["outcome"]),
     ("rules", "conformance", _rule_label),
+    ("assumed", "assumed", lambda fact: fact["what"]),
     ("idle", "idle", lambda fact: fact["what"]),
     ("skipped", "skip", lambda fact: fact["cause"]),
     ("repeated", "repeat", lambda fact: fact["what"]),

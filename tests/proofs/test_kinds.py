@@ -1,5 +1,6 @@
 """Each kind of equal, and what is no kind of it, on functions that a reader can check by hand."""
 
+import contextlib
 from fractions import Fraction
 
 import pytest
@@ -608,3 +609,29 @@ def test_a_graph_that_others_share_is_followed():
     assert "invoke_subgraph" in str(right.graph)
     assert prove(right, lambda x: (x.sin().sin(),), inputs=(x,)).kind == "identical"
     assert prove(right, lambda x: (x.sin().cos(),), inputs=(x,)).kind == "another function"
+
+
+def test_what_a_green_proof_takes_on_trust_is_noted_for_the_summary():
+    """An operator that nobody has looked into; nothing of a proof that fails."""
+
+    @torch.library.custom_op("gt_proofs::hidden", mutates_args=())
+    def hidden(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    hidden.register_fake(torch.empty_like)
+    x = torch.randn(3)
+
+    def noted(actual, expected, outcome=contextlib.nullcontext):
+        with facts.collecting() as seen, outcome():
+            assert_same_function(actual, expected, inputs=(x,))
+        return [fact["what"] for fact in seen if fact["kind"] == "assumed"]
+
+    said = noted(hidden, hidden)
+    assert len(said) == 1
+    assert said[0].startswith("gt_proofs.hidden.default depend")
+    assert noted(torch.sin, torch.sin) == []
+    assert noted(hidden, torch.sin, lambda: pytest.raises(AnotherFunction)) == []
+    with meaning("gt_proofs::hidden", lambda x: x * 2):
+        said = noted(hidden, lambda x: x * 2)
+    assert len(said) == 1
+    assert said[0].endswith("what its meaning(...) says")

@@ -362,14 +362,14 @@ def test_each_topic_of_the_summary_is_a_line_with_counts(found, lines):
 
 
 def test_topics_come_in_one_order():
-    kinds = ("world", "golden", "inline", "verdict", "kind", "conformance", "idle", "skip")
-    kinds += ("repeat", "leak", "left")
+    kinds = ("world", "golden", "inline", "verdict", "kind", "conformance", "assumed", "idle")
+    kinds += ("skip", "repeat", "leak", "left")
     found = [
         {**FAKE, "rule": "r", "pass": "p", "result": "held", "outcome": "o", "what": "w"}
         | {"cause": "c", "test": "t", "kind": kind}
         for kind in reversed(kinds)
     ]
-    titles = "worlds goldens inline verdicts kinds rules idle skipped repeated leaked left"
+    titles = "worlds goldens inline verdicts kinds rules assumed idle skipped repeated leaked left"
     assert [line.split()[0] for line in summary_lines(found)] == titles.split()
 
 

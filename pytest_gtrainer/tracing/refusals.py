@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -105,6 +105,20 @@ def refuse_reentrant(outputs: Sequence[torch.Tensor]) -> None:
                 "gradients where a trace does not see them: take use_reentrant=False"
             )
         todo += [behind for behind, _ in node.next_functions]
+
+
+def refuse_operators(gm: fx.GraphModule) -> None:
+    """Refuse a graph with an operator that a replay cannot call.
+
+    The workspace of oneDNN's LSTM has no value in a trace, and its backward needs it.
+    """
+    if gm.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.mkldnn_rnn_layer_backward.default
+    ):
+        raise ValueError(
+            "the step calls oneDNN's LSTM, whose backward no graph can replay: trace it, and run "
+            "eager, inside torch.backends.mkldnn.flags(enabled=False)"
+        )
 
 
 def refuse_compiled_code(error: RuntimeError, place: str) -> None:

@@ -75,6 +75,7 @@ from pytest_gtrainer.tracing.refusals import (
     refuse_compiled_code,
     refuse_input,
     refuse_model,
+    refuse_operators,
     refuse_reentrant,
     refuse_unknown_tensors,
     refusing_random_states,
@@ -490,6 +491,7 @@ class Tracing:
             except AssertionError as error:
                 refuse_unknown_tensors(error, _place(error))
                 raise
+        refuse_operators(gm)
         for index, (fake, before) in enumerate(zip(inputs, described, strict=True)):
             if _describe(fake) != before:
                 raise ValueError(

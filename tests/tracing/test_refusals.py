@@ -684,3 +684,22 @@ def test_a_reentrant_checkpoint_is_refused_with_a_way_out(trained):
         traced.replay(model, tokens)
         got = {name for name, each in model.named_parameters() if each.grad is not None}
         assert ("layer.weight" in got) == (trained != "head")
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 6), (4, 6)], ids=["batched", "unbatched"])
+def test_an_lstm_of_onednn_is_refused_with_a_way_out(shape):
+    model, x = nn.Sequential(nn.LSTM(6, 5)), torch.randn(shape)
+
+    def step(model, x):
+        return model(x)[0].square().sum()
+
+    with pytest.raises(ValueError, match=r"trace it, and run eager, inside torch.backends.mkldnn"):
+        trace_step(model, step, (x,))
+    eager = copy.deepcopy(model)
+    with torch.backends.mkldnn.flags(enabled=False):
+        trace_step(model, step, (x,)).replay(model, x)
+        step(eager, x).backward()
+    for own, other in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+    gru = nn.GRU(6, 5)
+    trace_step(gru, step, (x,)).replay(gru, x)

@@ -46,7 +46,6 @@ def _rank_main(rank, size, line, folder, more):
     os.chdir(EXAMPLE)  # where tests/assets is
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=size)
-    # What comes later holds: options stand over whole_trainer.SMALL.
     config = config_of(line, folder, "--checkpoint.enable", *METRICS, *more)
     config.model_spec.model.layers = config.model_spec.model.layers[:LAYERS]
     with (

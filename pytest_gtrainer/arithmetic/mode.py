@@ -73,7 +73,10 @@ from pytest_gtrainer.graph.nodes import Call as OperatorCall
 _OUT_OF_PLACE = names("all_reduce all_reduce_coalesced broadcast")
 _READS = names("_local_scalar_dense allclose equal is_nonzero item")
 _OF_ALL = names("all amax amin any argmax argmin max min prod")
-_READS_OF_ONE = names("__array__ numpy tolist")
+_READS_OF_ONE = names("__array__ __repr__ numpy tolist")
+_UNSEEN_WRITES = names("apply_ map_ map2_")
+_SIZED_BY_MASKS = names("index masked_select")
+"""Their results have sizes that depend on masks of bools, which are known."""
 _READS_OF_LISTS = names("as_tensor asarray new_tensor tensor")
 _ON_STORAGES = names("set_ resize_ record_stream is_pinned _pin_memory")
 
@@ -260,6 +263,11 @@ class ArithmeticMode(TorchDispatchMode):
                 return take_apart(func, args, kwargs)
         if base in _ON_STORAGES or is_view(func) or base in FACTORIES:
             return func(*args, **kwargs)
+        if base == "nonzero":
+            with self:
+                return func(args[0] != 0, *args[1:], **kwargs)  # how many there are is decided
+        if torch.Tag.dynamic_output_shape in func.tags and base not in _SIZED_BY_MASKS:
+            self.reads[str(func)] += 1  # by the size of what it returns, as that of unique()
         if base in UNINITIALISED:
             result = func(*args, **kwargs)
             self._mark_uninitialised(result)
@@ -604,8 +612,8 @@ class ArithmeticMode(TorchDispatchMode):
 class CountReads(TorchFunctionMode):
     """Follow what a program does with memory where no operator is dispatched.
 
-    ``x.tolist()``, NumPy, and ``torch.tensor`` of a list of tensors read it themselves: that is
-    counted. A storage that is freed and made again has memory that nobody wrote.
+    ``x.tolist()``, ``str(x)``, NumPy, and ``torch.tensor`` of a list of tensors read it
+    themselves: that is counted. ``x.map_(y, function)`` writes it, and is refused. A storage that is freed and made again has memory that nobody wrote.
     """
 
     def __init__(self, mode: ArithmeticMode) -> None:
@@ -627,6 +635,8 @@ class CountReads(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name in _UNSEEN_WRITES and any(map(self._mode.shadows.has, tensors_in(args))):
+            raise NoMeaning(f"Tensor.{name} computes where no dispatch mode sees it")
         read: Any = ()
         if name in _READS_OF_ONE:
             read = args[:1]

@@ -596,3 +596,65 @@ def test_another_number_of_inputs_than_a_graph_takes_is_refused(given):
         prove(both, both, inputs=given)
     with pytest.raises(ValueError, match=r"a graph takes 1 input .*, and 2 are given"):
         prove(graph(torch.relu, X), both)
+
+
+SIZED = {
+    "unique": lambda x: x.sign().unique(),
+    "unique in sorted rows": lambda x: x.sign().reshape(6, 4).unique(dim=0),
+    "unique_consecutive": lambda x: x.sign().unique_consecutive(),
+    "rank of a matrix": lambda x: torch.linalg.lstsq(x.reshape(6, 4), x.reshape(6, 4))[1],
+}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_a_size_that_depends_on_abstract_numbers_is_a_number_that_is_read(name):
+    made = SIZED[name]
+    x, y = torch.randn(24), torch.randn(3)
+    count = made(x).numel()
+    proof = prove(lambda x, y: y * made(x).numel(), lambda x, y: y * count, inputs=(x, y))
+    assert "numbers that the program reads stay what they are (1 are read)" in proof.assumes
+
+
+@pytest.mark.parametrize("name", ["nonzero", "argwhere", "nonzero of a tuple"])
+def test_how_many_numbers_are_not_zero_is_decided_in_all_orders(name):
+    made = {
+        "nonzero": torch.nonzero,
+        "argwhere": torch.argwhere,
+        "nonzero of a tuple": lambda x: x.nonzero(as_tuple=True)[0],
+    }[name]
+    x, y = torch.randn(24), torch.randn(3)
+    count = len(made(x.relu()))
+    found = prove(lambda x, y: y * len(made(x.relu())), lambda x, y: y * count, inputs=(x, y))
+    assert found.kind == "another function"
+    found = prove(
+        lambda x, y: y * len(made(x.relu())), lambda x, y: y * (x > 0).sum(), inputs=(x, y)
+    )
+    assert found.kind not in ("another function", "unknown")
+
+
+def test_every_operator_whose_size_depends_on_numbers_is_known():
+    """A new one needs a decision: are its sizes read off the present numbers, or off a mask?"""
+    found = set()
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, rest = name.partition("::")
+        base, _, overload = rest.partition(".")
+        if space == "aten" and hasattr(torch.ops.aten, base):
+            operator = getattr(getattr(torch.ops.aten, base), overload or "default", None)
+            if operator and torch.Tag.dynamic_output_shape in operator.tags:
+                found.add(base)
+    by_masks, decided = {"index", "masked_select"}, {"argwhere", "nonzero"}
+    of_integers = {"_ctc_loss", "bincount", "one_hot", "repeat_interleave"}
+    unique = {"_unique", "_unique2", "unique_consecutive", "unique_dim", "unique_dim_consecutive"}
+    assert found == by_masks | decided | of_integers | unique | {"linalg_lstsq"}
+
+
+@pytest.mark.parametrize("name", ["map_", "apply_"])
+def test_a_function_of_python_for_each_element_is_unknown(name):
+    def writes(x, y):
+        x = x.clone()
+        return x.map_(y, lambda a, b: a + b) if name == "map_" else x.apply_(lambda a: 2 * a)
+
+    expected = {"map_": lambda x, y: x + y, "apply_": lambda x, y: 2 * x}[name]
+    proof = prove(writes, expected, inputs=(torch.randn(3), torch.randn(3)))
+    assert proof.kind == "unknown"
+    assert f"Tensor.{name} computes where no dispatch mode sees it" in proof.reason

@@ -266,8 +266,7 @@ class ArithmeticMode(TorchDispatchMode):
         if base == "nonzero":
             with self:
                 return func(args[0] != 0, *args[1:], **kwargs)  # how many there are is decided
-        if torch.Tag.dynamic_output_shape in func.tags and base not in _SIZED_BY_MASKS:
-            self.reads[str(func)] += 1  # by the size of what it returns, as that of unique()
+        self._note_size(func, base)
         if base in UNINITIALISED:
             result = func(*args, **kwargs)
             self._mark_uninitialised(result)
@@ -275,11 +274,7 @@ class ArithmeticMode(TorchDispatchMode):
         if func.namespace in COMMUNICATING:
             return self._communicate(func, base, args, kwargs)
         if base.startswith("_foreach_") or func.namespace == "fsdp":
-            with self:
-                result = run_kernel(func, args, kwargs)  # it calls an operator for each tensor
-            if not self._is_followed(args, result):
-                raise NoMeaning(f"{func} computes in a way that no dispatch mode sees")
-            return result
+            return self._of_each(func, args, kwargs)
         if base in MAKERS or self._have_parts(tensors_in(args, kwargs)):
             return self._of_complex(func, base, args, kwargs)
         if base.startswith(("_unsafe_index", "_unsafe_masked_index")):
@@ -290,6 +285,19 @@ class ArithmeticMode(TorchDispatchMode):
         results = tensors_in(result)
         self._compute(func, base, args, kwargs, results)
         self._report(func, (args, kwargs), results)
+        return result
+
+    def _note_size(self, func: Any, base: str) -> None:
+        """Note a read if the result's size depends on abstract numbers, as that of ``unique``."""
+        if torch.Tag.dynamic_output_shape in func.tags and base not in _SIZED_BY_MASKS:
+            self.reads[str(func)] += 1
+
+    def _of_each(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Carry out an operator whose kernel calls another one for each tensor."""
+        with self:
+            result = run_kernel(func, args, kwargs)
+        if not self._is_followed(args, result):
+            raise NoMeaning(f"{func} computes in a way that no dispatch mode sees")
         return result
 
     def _have_parts(self, tensors: Sequence[Tensor]) -> bool:

@@ -620,8 +620,9 @@ class ArithmeticMode(TorchDispatchMode):
 class CountReads(TorchFunctionMode):
     """Follow what a program does with memory where no operator is dispatched.
 
-    ``x.tolist()``, ``str(x)``, NumPy, and ``torch.tensor`` of a list of tensors read it
-    themselves: that is counted. ``x.map_(y, function)`` writes it, and is refused. A storage that is freed and made again has memory that nobody wrote.
+    ``x.tolist()``, ``str(x)``, NumPy, and ``torch.tensor`` of a list of tensors read it themselves:
+    that is counted. ``x.map_(y, function)`` writes it, and is refused. A storage that is freed and
+    made again has memory that nobody wrote.
     """
 
     def __init__(self, mode: ArithmeticMode) -> None:

@@ -32,8 +32,10 @@ def in_a_group(x):
 CALLS = [all_reduce, all_gather, broadcast, functional, all_to_all, in_a_group]
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-@pytest.mark.parametrize("call", CALLS)
+# Which dtypes differ is the same to all of them: one meets both kinds.
+@pytest.mark.parametrize(
+    ("call", "kinds"), [*((call, "integers") for call in CALLS), (all_reduce, "halves")]
+)
 def test_differs(call, kinds):
     dist.barrier()
     call(torch.ones(3, dtype=KINDS[kinds][dist.get_rank() == 2]))
@@ -71,7 +73,7 @@ def test_calls_that_differ_fail_a_test_that_would_pass(tmp_path):
     run = suite.run("--gt-gpus=3")
     texts = {name: run.text(name) for name in run.reports if run.outcome(name) == "failed"}
     differing = {name for name in run.reports if "differs" in name}
-    assert len(differing) == 13
+    assert len(differing) == 8
     assert set(texts) == differing
     for name, text in texts.items():
         if "integers" in name or "halves" in name:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import fx
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.fx_passes import bucketing
+from torch._inductor.fx_passes.overlap_scheduling import schedule_overlap_bucketing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
@@ -86,3 +87,36 @@ def test_a_gather_of_a_scalar_ends_a_compilation(gt_world):
     buckets = bucketing.bucket_all_gather_by_mb(gm, lambda index: 25.0)
     with pytest.raises(IndexError, match="tuple index out of range"):
         bucketing.merge_all_gather(gm, buckets)
+
+
+@pytest.mark.gt_world("fake", size=2)
+def test_draws_move_past_each_other_if_one_is_sent(gt_world):
+    """The scheduler keeps operands in order; nothing says that a draw depends on the draw before.
+
+    Inductor replaces draws before, unless ``fallback_random`` asks for the numbers of eager.
+    """
+    mode = FakeTensorMode()
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+
+    def call(operator, operand, *others):
+        node = graph.call_function(operator, (operand, *others))
+        with mode:
+            node.meta["val"] = operator(operand.meta["val"], *others)
+        return node
+
+    with mode:
+        x.meta["val"] = torch.empty(4)
+    kept, sent = (call(aten.rand_like.default, x) for _ in range(2))
+    launch = call(functional.all_reduce.default, sent, "sum", dist.group.WORLD.group_name)
+    graph.output((kept, call(functional.wait_tensor.default, launch)))
+    gm = fx.GraphModule({}, graph)
+    torch.manual_seed(0)
+    first, second = torch.rand(4), torch.rand(4)
+    torch.manual_seed(0)
+    assert torch.equal(gm(torch.ones(4))[0], first)
+
+    scheduled = schedule_overlap_bucketing(gm, custom_runtime_estimation=lambda node, size: 1.0)
+    scheduled.recompile()
+    torch.manual_seed(0)
+    assert torch.equal(scheduled(torch.ones(4))[0], second)

@@ -16,6 +16,7 @@ from pytest_gtrainer.attack.generate import generate, mesh_of_ranks
 from pytest_gtrainer.attack.oracles import NOT_JUDGED, RAISED, Failure, by_proof, judge_graphs
 from pytest_gtrainer.attack.reduce import Reduction, pass_file, write_whole
 from pytest_gtrainer.facts import counted
+from pytest_gtrainer.graph.nodes import graphs_in
 from pytest_gtrainer.graphtext import header
 from pytest_gtrainer.passes.graph_pass import Pass, lint, refusing_written_constants, returned
 
@@ -89,6 +90,9 @@ class Fuzzer:
         gm = generate(seed, nodes, self.ranks, model, self.functional)
         self.tried += 1
         before = copied_lazily(gm)
+        for name, body in gm.named_children():
+            if isinstance(body, fx.GraphModule):
+                before.add_module(name, copied_lazily(body))
         old = _shape(gm)  # before the pass, which may change the graph in place
 
         try:
@@ -168,6 +172,7 @@ class Fuzzer:
 def _shape(gm: fx.GraphModule) -> list[Any]:
     """Return what tells two versions of a graph apart, without the time of their text."""
     lines: list[Any] = []
-    for node in gm.graph.nodes:
-        lines.append((node.name, node.op, node.target, str(node.args), str(node.kwargs)))
+    for graph in graphs_in(gm):
+        for node in graph.graph.nodes:
+            lines.append((node.name, node.op, node.target, str(node.args), str(node.kwargs)))
     return lines

@@ -45,6 +45,7 @@ _REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default)
 _COMPARISONS = (aten.gt.Tensor, aten.le.Tensor, aten.eq.Tensor)
 _SUMS = ("sum", "avg")
 _MOST_ELEMENTS = 2**14
+_IN_BODIES = (aten.relu, aten.neg, aten.exp, aten.tanh, aten.sin)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -82,6 +83,8 @@ class _Maker:
     parameters: list[fx.Node] = field(default_factory=list)
     results: list[fx.Node] = field(default_factory=list)
     unwritten: list[fx.Node] = field(default_factory=list)
+    gathered: list[fx.Node] = field(default_factory=list)
+    bodies: dict[str, fx.GraphModule] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.dice = random.Random(self.seed)
@@ -110,8 +113,12 @@ class _Maker:
             self._write_whole(buffer)
         self._return()
         self._forget_numbers()
+        attributes = {}
+        for node in self.graph.find_nodes(op="get_attr"):
+            name = str(node.target)
+            attributes[name] = self.bodies[name] if name in self.bodies else held(model, name)
         # Its code is generated when it is run, as most of these graphs never are.
-        return lazy_module({} if model is None else model, self.graph, {}, None)
+        return lazy_module(attributes, self.graph, {}, None)
 
     def _make_inputs(self) -> None:
         for place in range(self.dice.randint(2, 5)):
@@ -177,12 +184,13 @@ class _Maker:
             meta = torch.empty_strided(size, stride, dtype=value.dtype, device="meta")
             return FakeTensor(mode, meta, value.device)
 
-        for node in self.graph.nodes:
-            value = node.meta.get("val")
-            if isinstance(value, Tensor):  # as most are: to map a tree takes longer
-                node.meta["val"] = fake(value)
-            elif value is not None:
-                node.meta["val"] = pytree.tree_map_only(Tensor, fake, value)
+        for graph in (self.graph, *(body.graph for body in self.bodies.values())):
+            for node in graph.nodes:
+                value = node.meta.get("val")
+                if isinstance(value, Tensor):  # as most are: to map a tree takes longer
+                    node.meta["val"] = fake(value)
+                elif value is not None:
+                    node.meta["val"] = pytree.tree_map_only(Tensor, fake, value)
 
     def _steps(self) -> Sequence[Callable[[], Any]]:
         """Return what a step may do; what stands twice is drawn twice as often."""
@@ -203,6 +211,7 @@ class _Maker:
             self._look_up,
             self._spread,
             self._pad,
+            self._call_body,
         ]
         if not self.functional:
             steps += [self._write] * 2
@@ -354,7 +363,12 @@ class _Maker:
             self._write_whole(self.unwritten[0])
             return
         target = self._any()
-        self._call(self.dice.choice(_WRITES), target, self._like(target))
+        # A parameter is updated in place, and so is what was gathered; merging gathers must see it.
+        if self.parameters and self.dice.random() < 0.2:
+            target = self.dice.choice([*self.parameters, *self.gathered])
+        self._call(
+            self.dice.choice(_WRITES), target, self.dice.choice(self._alike(target) or [target])
+        )
 
     def _write_whole(self, buffer: fx.Node) -> None:
         """Fill an empty buffer, or copy something into it; then it may be read."""
@@ -423,6 +437,41 @@ class _Maker:
         if node.meta["val"].ndim:
             self._call(aten.constant_pad_nd, node, [0, self.dice.choice((0, 0, 1, 2))], 0.0)
 
+    def _call_body(self) -> None:
+        """Now and then, call a graph inside the graph, or one of two."""
+        if self.dice.random() > 0.3:
+            return
+        node = self._any()
+        operator: Any = torch.ops.higher_order.invoke_subgraph
+        body, value = self._body(node)
+        args: tuple[Any, ...] = (body, str(body.target), node)
+        if self.dice.random() < 0.5:
+            # The branch depends on numbers, as a check of overflow does.
+            total = self._call(aten.sum, node)
+            decides = self._call(aten.gt.Scalar, total, 0)
+            operator = torch.ops.higher_order.cond
+            args = (decides, body, self._body(node)[0], (node,))
+        called = self.graph.call_function(operator, args)
+        called.meta["val"] = (value,)
+        result = self.graph.call_function(python.getitem, (called, 0))
+        result.meta["val"] = value
+        self.floats.append(result)
+
+    def _body(self, node: fx.Node) -> tuple[fx.Node, Tensor]:
+        """Return a body that takes a node, as an attribute, and the value of its result."""
+        graph = fx.Graph()
+        last = graph.placeholder("given")
+        last.meta["val"] = node.meta["val"]
+        for _ in range(self.dice.randint(1, 3)):
+            operator = self.dice.choice(_IN_BODIES).default
+            made = graph.call_function(operator, (last,))
+            made.meta["val"] = operator(last.meta["val"])
+            last = made
+        graph.output((last,))
+        name = f"generated_body_{len(self.bodies)}"
+        self.bodies[name] = fx.GraphModule({}, graph)
+        return self.graph.get_attr(name), last.meta["val"]
+
     def _communicate(self) -> None:
         node, (group, size) = self._any(), self.dice.choice(self.groups)
         kind = self.dice.randrange(4)
@@ -483,7 +532,9 @@ class _Maker:
 
     def _wait(self, launch: fx.Node) -> None:
         self.started.remove(launch)
-        self._call(WAIT, launch)
+        wait = self._call(WAIT, launch)
+        if wait is not None and "custom" in launch.meta:
+            self.gathered.append(wait)
 
     def _return(self) -> None:
         """Return most of what nobody reads, some values besides, and now and then one twice.

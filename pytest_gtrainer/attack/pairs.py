@@ -32,6 +32,8 @@ from torch.fx.node import map_arg
 from pytest_gtrainer._torch.random_states import random_states_kept
 from pytest_gtrainer._torch.values import OpOverload, is_composite
 from pytest_gtrainer.graph.nodes import (
+    has_effect,
+    held,
     is_random,
     is_view,
     is_wait,
@@ -42,6 +44,11 @@ from pytest_gtrainer.graph.nodes import (
     written_operands,
 )
 from pytest_gtrainer.proofs.inputs import draw_inputs
+
+_CALLS = (torch.ops.higher_order.cond, torch.ops.higher_order.invoke_subgraph)
+"""Operators that do what the graphs inside do, and nothing else."""
+
+_KNOWN = (*_CALLS, operator.getitem)
 
 Pair = tuple[fx.Node, fx.Node]
 """A node of the new version, and one of the old version, that have to be equal."""
@@ -213,7 +220,9 @@ class _Version:
                 self.numbers[node] = self.numbers[root]
                 return self.numbers[node]
             key = "view", self.numbers[root], layouts
-        elif isinstance(node.target, OpOverload) or node.target is operator.getitem:
+        elif node.op == "get_attr":
+            key = "attribute", _spelled_attribute(held(self.gm, str(node.target)))
+        elif isinstance(node.target, OpOverload) or node.target in _KNOWN:
             place = self.stateful.get(node), self.created.get(node)
             key = node.target, place, self._spelled((node.args, node.kwargs), node)
         else:
@@ -238,6 +247,26 @@ class _Version:
         return type(argument).__name__, repr(argument)
 
 
+def _spelled_attribute(value: Any) -> Any:
+    """Return what says which value an attribute is; graphs by their nodes.
+
+    Raises:
+        CannotCut: a graph writes, draws, communicates or calls a graph.
+    """
+    if not isinstance(value, fx.GraphModule):
+        return id(value)
+    lines = []
+    for node in value.graph.nodes:
+        if node.op == "call_function":
+            is_known = isinstance(node.target, OpOverload) or node.target is operator.getitem
+            if not is_known or has_effect(node):
+                raise CannotCut(f"{node} of a graph inside has an effect")
+        elif node.op not in ("placeholder", "output"):
+            raise CannotCut(f"{node} of a graph inside is an attribute")
+        lines.append(f"{node} {node.op} {node.target} {node.args} {node.kwargs}")
+    return tuple(lines)
+
+
 def _memory_of(
     node: fx.Node, memory: Mapping[fx.Node, set[fx.Node]], is_seen_view: bool
 ) -> set[fx.Node]:
@@ -253,6 +282,8 @@ def _memory_of(
         own = set()
     elif returns_an_operand(node):
         shown = written_operands(node)
+    elif node.target in _CALLS:
+        shown = node.all_input_nodes  # a graph inside may return what it is given
     elif isinstance(node.target, OpOverload) and is_composite(node.target):
         # Several operands, as of ``broadcast_tensors``: which of them it shares is not looked at.
         shown = node.all_input_nodes if len(node.all_input_nodes) > 1 else ()
@@ -438,15 +469,13 @@ class _Cone:
                     operands[operand] = given[self.version.value(operand, node)]
                 else:
                     operands[operand] = copies[operand]
-            args, kwargs = map_arg((node.args, node.kwargs), operands.__getitem__)
-            copies[node] = graph.call_function(node.target, args, kwargs)
-            copies[node].meta = dict(node.meta)
+            copies[node] = graph.node_copy(node, operands.__getitem__)
         results = []
         for node in self._results:
             value = self._as_input.get(node)
             results.append(copies[node] if value is None else given[value])
         graph.output(tuple(results))
-        return fx.GraphModule({}, graph)
+        return fx.GraphModule(self.version.gm, graph)
 
 
 def _with_own_elements(value: Tensor) -> Tensor:

@@ -189,6 +189,28 @@ def test_functional_graphs_write_nothing():
         assert not gm.graph.find_nodes(op="call_function", target=aten.empty_like.default)
 
 
+def wrong_in_bodies_pass(gm, inputs=None):
+    """Takes -x for x in graphs inside the graph."""
+    for body in list(gm.children()):
+        for node in body.graph.find_nodes(op="call_function", target=aten.neg.default):
+            node.target = aten.clone.default
+        body.recompile()
+    return gm
+
+
+@pytest.mark.second_tier
+def test_a_mistake_inside_of_a_body_is_found(tmp_path):
+    """The graph itself is as it was, and its bodies are other objects than those of the version
+    before.
+    """
+    fuzzer = Fuzzer(wrong_in_bodies_pass, "wrong", "reordered", 0, tmp_path, lambda _: None)
+    judged = []
+    fuzzer._report = lambda before, seed, nodes, failure: judged.append(failure.kind)
+    for seed in range(12):
+        fuzzer._try(seed, 20)
+    assert set(judged) == {"not reordered"}
+
+
 def test_graphs_have_every_kind_of_operator():
     seen = set()
     for seed in range(30):
@@ -209,7 +231,7 @@ def test_graphs_have_every_kind_of_operator():
             if node.op == "placeholder" and not node.meta["val"].is_contiguous():
                 seen.add("an input in another order")
     wanted = {"a dead node", "an input that is returned", "a factor", "an input in another order"}
-    wanted |= {"aten.addmm.default", "aten.expand.default"}
+    wanted |= {"aten.addmm.default", "aten.expand.default", "cond", "invoke_subgraph"}
     wanted |= {"a result twice", "an input that nobody reads", "aten.empty_like.default"}
     wanted |= {
         "aten.copy_.default",

@@ -194,6 +194,55 @@ def test_a_view_that_changes_nothing_is_what_it_shows(shape, views, is_same, wri
     assert (cut is None) == is_same
 
 
+def with_body(line, calls="hop.invoke_subgraph(invoke_subgraph_graph_0, 'body', exp)"):
+    return graphtext.parse(
+        f"""
+def invoke_subgraph_graph_0():
+  if A:
+    A[0]: f32[2, 3]
+  if fwd:
+    with _:
+      inside: f32[2, 3] = {line}
+  if out:
+    yield fwd._.inside
+if I:
+  I.x: f32[2, 3]
+if fwd:
+  with _:
+    exp: f32[2, 3] = aten.exp(I.x)
+    called: (f32[2, 3],) = {calls}
+    neg: f32[2, 3] = aten.neg(exp)
+if out:
+  yield fwd._.called[0]
+  yield fwd._.neg
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "other", "result"),
+    [
+        ("aten.neg(A[0])", "aten.neg(A[0])", "nothing to prove"),
+        ("aten.neg(A[0])", "aten.mul.Scalar(A[0], -1)", "equal"),
+        ("aten.neg(A[0])", "aten.sin(A[0])", "other"),
+        ("aten.neg_(A[0])", "aten.neg_(A[0])", "cannot cut"),
+        ("aten.rand_like(A[0])", "aten.rand_like(A[0])", "cannot cut"),
+    ],
+)
+def test_a_call_of_a_graph_is_what_its_body_does(line, other, result):
+    after, before = with_body(other), with_body(line)
+    try:
+        cut = cut_to_pairs(after, before)
+    except CannotCut:
+        found = "cannot cut"
+    else:
+        found = "nothing to prove"
+        if cut is not None:
+            is_equal = prove_at_once(*cut, "reordered").is_at_least("reordered")
+            found = "equal" if is_equal else "other"
+    assert found == result
+
+
 def test_an_input_may_be_a_copy_of_another_one():
     """A second look knows it, one node deeper."""
     before = parse(

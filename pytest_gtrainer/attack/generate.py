@@ -435,7 +435,9 @@ class _Maker:
         """Pad the last dimension; by nothing half of the time, as tracers of shards do."""
         node = self._any()
         if node.meta["val"].ndim:
-            self._call(aten.constant_pad_nd, node, [0, self.dice.choice((0, 0, 1, 2))], 0.0)
+            # The last one shifts: the extent stays, and the elements do not.
+            pads = self.dice.choice(((0, 0), (0, 0), (0, 0), (0, 1), (0, 2), (1, -1)))
+            self._call(aten.constant_pad_nd, node, list(pads), 0.0)
 
     def _call_body(self) -> None:
         """Now and then, call a graph inside the graph, or one of two."""

@@ -30,8 +30,8 @@ BY_ITSELF = "skipped by torchtitan: "
 # The first that matches the reason of a test that no run let pass.
 BLOCKS = (
     ("test_moe_dsv3_aot_fx", "torch's grouped_mm takes no float64, in which losses are compared"),
-    ("::test_moe_", "losses of experts, not run to their end"),
     ("#2149", f"{BY_ITSELF}its jit mode is switched off (#2149)"),
+    ("::test_moe_", "losses of experts, not run to their end"),
     ("FlexAttn.*::test_precompile", f"{BY_ITSELF}FlexAttention's masks cannot be pickled"),
     ("test_gpt_oss", f"{BY_ITSELF}its GPT-OSS adds one dtype to another"),
     ("golden hashes", f"{BY_ITSELF}the expected numbers are of one kind of GPU"),

@@ -32,6 +32,7 @@ ATTRIBUTES = {
     "_pytest.runner:SetupState": ("teardown_exact",),
     "_pytest.capture:CaptureManager": ("_global_capturing",),
     "_pytest.raises:ExceptionInfo": ("_excinfo",),
+    "_pytest.unittest:TestCaseFunction": ("_excinfo",),
 }
 
 # The class that ``assertRaises`` returns has no public name.
@@ -157,6 +158,11 @@ def has_caught(expectation: object) -> bool:
     if isinstance(expectation, pytest.ExceptionInfo):
         return expectation._excinfo is not None
     return hasattr(expectation, "exception")
+
+
+def caught_by_unittest(item: pytest.Item | None) -> list[BaseException]:
+    """Return what the runner of ``unittest`` has caught of a test; pytest reports the first."""
+    return [info.value for info in getattr(item, "_excinfo", None) or []]
 
 
 def uncaptured(config: pytest.Config) -> AbstractContextManager[None]:

@@ -18,7 +18,12 @@ from contextlib import contextmanager
 import pytest
 
 from pytest_gtrainer import facts
-from pytest_gtrainer._pytest_private import active_xfail, caught_by, open_expectations
+from pytest_gtrainer._pytest_private import (
+    active_xfail,
+    caught_by,
+    caught_by_unittest,
+    open_expectations,
+)
 
 _ADVICE = (
     "The test has caught this exception. A check that fails counts all the same, unless "
@@ -125,6 +130,9 @@ def raised_at_the_end(failed: FailedChecks, item: pytest.Item | None = None) -> 
             failed.raise_hidden()
         raise
     else:
+        for error in caught_by_unittest(item):
+            if not isinstance(error, (*_SKIPS, pytest.xfail.Exception)):
+                failed.forget(error)
         failed.raise_hidden()
     finally:
         failed.clear()  # exceptions keep frames, and these keep what the test has made

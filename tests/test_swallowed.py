@@ -495,3 +495,42 @@ def test_a_check_that_failed_is_not_kept_after_its_phase():
     del held
     gc.collect()
     assert kept() is None
+
+
+OF_UNITTEST = """
+import contextlib, unittest
+import torch
+from pytest_gtrainer import assert_bitwise_equal
+
+def differ():
+    assert_bitwise_equal(torch.zeros(2), torch.ones(2))
+
+class Test(unittest.TestCase):
+    def test_fails(self):
+        differ()
+
+    def test_hides_and_fails(self):
+        with contextlib.suppress(AssertionError):
+            differ()
+        self.assertEqual(1, 2)
+
+    def test_hides(self):
+        with contextlib.suppress(AssertionError):
+            differ()
+
+    def test_fails_in_a_subtest(self):
+        with self.subTest("first"):
+            differ()
+"""
+
+
+def test_what_unittests_runner_has_caught_is_no_hidden_check(pytester):
+    """A test that fails plainly is not said to have caught its failure."""
+    pytester.makepyfile(OF_UNITTEST)
+    result = pytester.runpytest("-p", "no:cacheprovider")
+    assert result.parseoutcomes()["failed"] == 4
+    advice = "The test has caught this exception"
+    for name in ("test_fails", "test_hides_and_fails", "test_fails_in_a_subtest", "test_hides"):
+        said = result.stdout.str().partition(f" Test.{name} ")[2].partition("\n____")[0]
+        assert said, name
+        assert (advice in said) == (name == "test_hides"), name

@@ -130,9 +130,9 @@ def raised_at_the_end(failed: FailedChecks, item: pytest.Item | None = None) -> 
             failed.raise_hidden()
         raise
     else:
-        for error in caught_by_unittest(item):
-            if not isinstance(error, (*_SKIPS, pytest.xfail.Exception)):
-                failed.forget(error)
+        for caught in caught_by_unittest(item):
+            if not isinstance(caught, (*_SKIPS, pytest.xfail.Exception)):
+                failed.forget(caught)
         failed.raise_hidden()
     finally:
         failed.clear()  # exceptions keep frames, and these keep what the test has made

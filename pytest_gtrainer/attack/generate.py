@@ -44,6 +44,7 @@ _WRITES = (aten.add_.Tensor, aten.mul_.Tensor, aten.copy_.default)
 _REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default)
 _COMPARISONS = (aten.gt.Tensor, aten.le.Tensor, aten.eq.Tensor)
 _SUMS = ("sum", "avg")
+_COPIES = (aten.clone.default, aten.constant_pad_nd.default, aten._to_copy.default)
 _MOST_ELEMENTS = 2**14
 _IN_BODIES = (aten.relu, aten.neg, aten.exp, aten.tanh, aten.sin)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -84,6 +85,7 @@ class _Maker:
     results: list[fx.Node] = field(default_factory=list)
     unwritten: list[fx.Node] = field(default_factory=list)
     gathered: list[fx.Node] = field(default_factory=list)
+    copied: list[fx.Node] = field(default_factory=list)
     bodies: dict[str, fx.GraphModule] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -251,6 +253,8 @@ class _Maker:
         node.meta["val"] = value
         if len(self.graph.nodes) > self.backward_from:
             node.meta["autograd_backward"] = True
+        if target in _COPIES:
+            self.copied += [node, *node.all_input_nodes]
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
             self.floats.append(node)
         return node
@@ -362,10 +366,13 @@ class _Maker:
         if self.unwritten and self.dice.random() < 0.8:
             self._write_whole(self.unwritten[0])
             return
-        target = self._any()
+        target, chance = self._any(), self.dice.random()
         # A parameter is updated in place, and so is what was gathered; merging gathers must see it.
-        if self.parameters and self.dice.random() < 0.2:
+        if self.parameters and chance < 0.2:
             target = self.dice.choice([*self.parameters, *self.gathered])
+        elif self.copied and chance < 0.5:
+            # Only a write tells a copy from what it is of.
+            target = self.dice.choice(self.copied[-8:])
         self._call(
             self.dice.choice(_WRITES), target, self.dice.choice(self._alike(target) or [target])
         )

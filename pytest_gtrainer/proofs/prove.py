@@ -548,8 +548,8 @@ def _check_inputs(inputs: Any) -> None:
     for leaf in pytree.tree_leaves(inputs):
         if isinstance(leaf, Tensor) and leaf.is_nested:
             raise ValueError(
-                "inputs= has a nested tensor, whose elements nobody follows: give its values(), and "
-                "build it in the function"
+                "inputs= has a nested tensor, whose elements nobody follows: give its values(), "
+                "and build it in the function"
             )
 
 

@@ -224,8 +224,8 @@ class RunRecorder:
             self.add("loss", "loss", loss)
         if optimizer is not None and not isinstance(getattr(optimizer, "state", None), Mapping):
             raise TypeError(
-                f"the optimiser of run.step() is a {type(optimizer).__name__} without a state: give "
-                "one torch.optim.Optimizer; what others keep goes into run.add()"
+                f"the optimiser of run.step() is a {type(optimizer).__name__} without a state: "
+                "give one torch.optim.Optimizer; what others keep goes into run.add()"
             )
         if model is not None:
             facts.check_type(model, nn.Module, "the model of run.step()", "an nn.Module")

@@ -1,4 +1,4 @@
-"""What a function holds, whatever holds it: written to it is a result, put back; a module refused."""
+"""What a function holds, whatever holds it: a write is a result, put back; a module is refused."""
 
 import argparse
 import functools

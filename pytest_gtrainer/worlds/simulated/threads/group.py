@@ -342,7 +342,8 @@ class ThreadGroup(dist.ProcessGroup):
         name = text.partition(" ")[0]
         if self._global_rank in self._meeting_place.left:
             raise ValueError(
-                f"{name} in {self._meeting_place.text}, which rank {self._global_rank} has destroyed"
+                f"{name} in {self._meeting_place.text}, which rank {self._global_rank} has "
+                "destroyed"
             )
         # Other ranks would get tensors without data, and run while torch's switches are moved.
         if active_fake_mode() is not None:

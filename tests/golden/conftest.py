@@ -16,7 +16,7 @@ QUICK = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")
 
 
 @pytest.fixture
-def run(pytester: pytest.Pytester) -> Callable[..., pytest.RunResult]:
+def run(pytester: pytest.Pytester, warm_python: None) -> Callable[..., pytest.RunResult]:
     """``run(source, *arguments)``: write ``test_it.py`` if a source is given, and run pytest."""
     pytester.makeini("[pytest]")
 

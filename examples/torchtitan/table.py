@@ -20,6 +20,7 @@ RUNS = {
     "means": "`-p means`",
     "worlds": "`gt_world` and `-p means`",
     "twice": "`-p means`, twice",
+    "saved": "`-p means`, past its skip",
     "losses": "`companions/scripts`, in float64",
 }
 ROW = re.compile(r"\| `(.+)` \| (.*) \| (.*) \| (.*) \|")

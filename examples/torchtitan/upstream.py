@@ -68,7 +68,8 @@ RUNS = {
     "worlds": Run(
         _CUDA, ("passes", "numerics", "trace_module"), ours=True, select="not GraphTrainerNumerics"
     ),
-    "twice": Run(_CUDA, ("bitwise",), ours=True),
+    "twice": Run(_CUDA, ("bitwise",), ours=True, select="eager_self"),
+    "saved": Run(_CUDA, ("bitwise",), ours=True, select="precompile"),
     "losses": Run(_CUDA, ("numerics",), ours=True, select="GraphTrainerNumerics"),
 }
 # Files that take longer than LIMIT, run in parts: of each, a part of the names of its tests.

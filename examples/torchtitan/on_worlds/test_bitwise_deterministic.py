@@ -60,7 +60,9 @@ TestQwen3MoEBitwiseDeterministic = _only_those_tests(theirs.TestQwen3MoEBitwiseD
 TestLlama3FlexAttnBitwiseDeterministic = _only_those_tests(
     theirs.TestLlama3FlexAttnBitwiseDeterministic
 )
-TestDSv3FlexAttnBitwiseDeterministic = _only_those_tests(theirs.TestDSv3FlexAttnBitwiseDeterministic)
+TestDSv3FlexAttnBitwiseDeterministic = _only_those_tests(
+    theirs.TestDSv3FlexAttnBitwiseDeterministic
+)
 TestQwen3MoEFlexAttnBitwiseDeterministic = _only_those_tests(
     theirs.TestQwen3MoEFlexAttnBitwiseDeterministic
 )

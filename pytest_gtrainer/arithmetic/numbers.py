@@ -28,26 +28,24 @@ class Numbers(Arithmetic):
     input is small, large, of one sign, or near what is given, by chance.
 
     Attributes:
-        is_shaken: the last digit of what each operator computes is another one, by chance. So a
-            program shows how many digits its cancellations leave.
+        shaken: above 0 the last digit of what each operator computes is another one, by chance, and
+            by this seed another one of equal numbers comes first. So a program shows how many
+            digits its cancellations leave, and whether it goes on by one of equal numbers.
         calls: how many operators have run.
         largest: the largest number of all inputs.
-        chose_of_equals: a sort or a choice had equal numbers before it, as the sigmoid of large
-            numbers is 1: which of them comes first says nothing.
     """
 
     kind = "numbers"
     rounds = False
 
-    def __init__(self, draw: int = 0, is_shaken: bool = False, keeps_digits: bool = False) -> None:
+    def __init__(self, draw: int = 0, shaken: int = 0, keeps_digits: bool = False) -> None:
         super().__init__(draw)
-        self.is_shaken, self.keeps_digits = is_shaken, keeps_digits
+        self.shaken, self.keeps_digits = shaken, keeps_digits
         self.calls = 0
         self.largest = 0.0
-        self.chose_of_equals = False
 
     def settings(self) -> tuple[Any, ...]:
-        return (*super().settings(), self.is_shaken)
+        return (*super().settings(), self.shaken)
 
     def of_input(self, name: Any, tensor: Tensor) -> Elements:
         """Write the numbers of a draw to an input, and return its elements.
@@ -110,10 +108,11 @@ class Numbers(Arithmetic):
         self.calls += 1
         if call.base in CASTS and call.result.is_floating_point():
             self.coarsest = max(self.coarsest, torch.finfo(call.result.dtype).eps)
-        if call.base in SORTS and isinstance(call.args[0], Value):
-            self.chose_of_equals = self.chose_of_equals or _has_equals(call)
         named = call.named
         args, kwargs = mapped(_in_float64, (tuple(call.args), dict(call.kwargs)))
+        if self.shaken and call.base in SORTS and isinstance(call.args[0], Value):
+            # The sigmoid of all large numbers is 1: any of them may come first.
+            args = (_without_ties(args[0], self.shaken), *args[1:])
         if "eps" in named and named["eps"] is None:
             kwargs["eps"] = torch.finfo(call.result.dtype).eps  # by default that of the dtype
             args = args[: list(named).index("eps")]
@@ -125,19 +124,21 @@ class Numbers(Arithmetic):
         for each in found:
             if each.is_floating_point():
                 each = each.double().view(torch.int64)
-                if self.is_shaken and call.base not in ROUND_NOTHING:
+                if self.shaken and call.base not in ROUND_NOTHING:
                     each = _shaken(each, hashing.of_name("digit", call.base))
             results.append(each)
         return results
 
 
-def _has_equals(call: Call) -> bool:
-    """Return whether a row that is sorted has equal numbers."""
-    numbers = numbers_of(call.args[0].elements)
-    dim = call.named.get("dim")
-    rows = numbers.reshape(-1) if dim is None or not numbers.ndim else numbers.movedim(dim, -1)
-    ordered = rows.sort(-1)[0]
-    return bool((ordered[..., 1:] == ordered[..., :-1]).any())
+def _without_ties(numbers: Tensor, seed: int) -> Tensor:
+    """Return numbers of which equal ones differ in their last digits."""
+    if not numbers.is_floating_point():
+        return numbers
+    places = torch.arange(numbers.numel()).view(numbers.shape)
+    digits = hashing.mix(hashing.of_name("tie", seed), [places]).remainder(64).double() - 31.5
+    float64 = torch.finfo(torch.float64)
+    apart = numbers * (1 + digits * float64.eps) + digits * float64.tiny
+    return torch.where(apart.isfinite(), apart, numbers)
 
 
 def _shaken(elements: Elements, seed: int) -> Elements:

@@ -2,8 +2,8 @@
 
 *Idea.* A backward node that reads a tagged forward value reads a copy of it. The copy is made right
 before the first backward reader, from graph inputs and forward values without the tag.
-*Invariant.* A region that cannot be repeated, as it draws random numbers, reads what has been
-overwritten or has messages, is refused before anything changes. *Cost.* Linear in nodes and edges.
+*Invariant.* A region that cannot be repeated, as it draws random numbers, reads or makes what is
+overwritten, or has messages, is refused before anything changes. *Cost.* Linear in nodes and edges.
 """
 
 import copy
@@ -94,8 +94,8 @@ def selective_activation_remat_pass(
     Forward values that then have no reader stay for dead-code removal.
 
     Raises:
-        PlanError: a region to recompute draws random numbers, writes, reads what is written to, or
-            sends to or receives from another rank.
+        PlanError: a region to recompute draws random numbers, writes, reads what is written to, is
+            written to itself, or sends to or receives from another rank.
     """
     readers = [node for node in gm.graph.nodes if direction(node) == BACKWARD]
     done: set[fx.Node] = set()
@@ -149,6 +149,8 @@ def _check_repeatable(graph: fx.Graph, region: set[fx.Node]) -> None:
             wrong = "it writes to an operand, and would do so twice"
         elif is_message(node):
             wrong = "it is a message, and the other rank would not repeat its end"
+        elif storage_of(node) in written:
+            wrong = "the graph writes to it, and a copy would be without that"
         for source in node.all_input_nodes:
             if wrong is None and storage_of(source) in written:
                 wrong = f"it reads {source}, which the graph writes to"

@@ -352,13 +352,10 @@ def _compare_in_numbers(
 
     The runs are added to ``all_runs``.
     """
-    if not numbers.is_shaken:
+    if not numbers.shaken:
         runs = [programs[0].run(copy.deepcopy(numbers)), programs[1].run(numbers)]
         all_runs += runs
-        for run in runs:
-            assert isinstance(run.arithmetic, Numbers)
-            numbers.has_digits |= run.arithmetic.has_digits
-            numbers.chose_of_equals |= run.arithmetic.chose_of_equals
+        numbers.has_digits = any(run.arithmetic.has_digits for run in runs)
         _share(programs, numbers)
         return _difference_in_numbers(programs, runs, numbers)
     found = []
@@ -370,11 +367,11 @@ def _compare_in_numbers(
 
 def _share(programs: Sequence[Program], numbers: Numbers) -> None:
     """Note on each rank what any rank has noted: by it more draws, and tolerances, are chosen."""
-    own = numbers.calls, numbers.coarsest, numbers.has_digits, numbers.chose_of_equals
+    own = numbers.calls, numbers.coarsest, numbers.has_digits
     of_ranks = programs[0].gather_from_all_ranks(own)
-    calls, coarsest, has_digits, chose_of_equals = zip(*of_ranks, strict=True)
+    calls, coarsest, has_digits = zip(*of_ranks, strict=True)
     numbers.calls, numbers.coarsest = max(calls), max(coarsest)
-    numbers.has_digits, numbers.chose_of_equals = any(has_digits), any(chose_of_equals)
+    numbers.has_digits = any(has_digits)
 
 
 def _difference_in_numbers(

@@ -413,7 +413,7 @@ class _Subject:
 
     def in_numbers(self, numbers: Numbers) -> tuple[Difference, str]:
         """Return how far both sides are apart, and what their real losses contradict."""
-        if numbers.is_shaken:
+        if numbers.shaken:
             return self._roundings(numbers), ""
         found, expected = _run_sides(self.models, self.mesh, numbers)
         if any(side.real.keys() - expected.real.keys() for side in found):

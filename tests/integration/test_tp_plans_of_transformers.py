@@ -1,4 +1,5 @@
-"""Models of the ``transformers`` package with the tensor-parallel plans that it has for them.
+"""Models of the ``transformers`` package: by the tensor-parallel plans that it has for them, and
+compiled.
 
 Skipped where the package is not installed: ``make test-transformers`` installs the extra of that
 name and runs this.
@@ -9,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from pytest_gtrainer import AnotherFunction, assert_same_model
+from pytest_gtrainer import AnotherFunction, assert_same_model, gt_compile
 
 pytestmark = pytest.mark.second_tier
 
@@ -108,3 +109,11 @@ def test_a_plan_that_forgets_the_gradients_of_norms_is_told(transformers, gt_mes
         )
     assert "self_attn.q_norm.weight" in str(failure.value)
     assert "equal after a sum over 'tp'" in str(failure.value)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_compiled_model_is_proven_at_each_stage(name, transformers):
+    with gt_compile() as record:
+        step(torch.compile(unsharded(transformers, name)), *batch(0)).backward()
+    proof = record.assert_same_function("reordered")
+    assert len(proof.stages) >= 4

@@ -118,17 +118,21 @@ def reduce_scatter_before_all_reduce_pass(
     Raises:
         PlanError: an all-reduced gradient is read by something else than its reduce-scatter, or the
             graph lacks values.
+        ValueError: this process has no group of a name that the graph has.
     """
-    swaps, written = [], writes(gm.graph)
+    found = []
     for member in fsdp_reduce_scatters(gm):
         wait = _swap_of(member)
-        if wait is None or not _commute(wait.all_input_nodes[0], member.launch):
-            continue
+        if wait is not None:
+            found.append((member, member.value, wait))
+    swaps, written = [], writes(gm.graph)
+    for member, value, wait in found:
+        launch = wait.all_input_nodes[0]
         # The reduce-scatter will read the gradient itself, where it read the sum.
-        gradient = storage_of(wait.all_input_nodes[0].all_input_nodes[0])
-        writers = written.get(gradient, ())
-        if not any(wait.all_input_nodes[0] < writer < member.launch for writer in writers):
-            swaps.append((member, member.value, wait))
+        writers = written.get(storage_of(launch.all_input_nodes[0]), ())
+        is_written = any(launch < writer < member.launch for writer in writers)
+        if not is_written and _commute(launch, member.launch):
+            swaps.append((member, value, wait))
     # Everything is found, or refused, before the first swap.
     for member, value, wait in swaps:
         launch, below = wait.all_input_nodes[0], member.wait

@@ -66,7 +66,10 @@ RUNS = {
         select=f"({_WANTS_MEANS}) and {_ALONE}",
     ),
     "worlds": Run(
-        _CUDA, ("passes", "numerics", "trace_module"), ours=True, select="not GraphTrainerNumerics"
+        [*_CUDA, "--gt-timeout=1200"],
+        ("passes", "numerics", "trace_module"),
+        ours=True,
+        select="not GraphTrainerNumerics",
     ),
     "twice": Run(_CUDA, ("bitwise",), ours=True, select="eager_self"),
     "saved": Run(_CUDA, ("bitwise",), ours=True, select="precompile"),

@@ -31,7 +31,7 @@ def error_of(gm, checks):
         ),
         ("count 0 aten.mmm", "no operator is called 'aten.mmm', did you mean `mm`?"),
         ("never aten.mm.out2", "no operator is called 'aten.mm.out2'"),
-        ("never mm(relo(_), _)", "no operator is called 'relo', did you mean `relu"),
+        ("never mm(reluu(_), _)", "no operator is called 'reluu', did you mean `relu"),
         ("never mm used by relo", "no operator is called 'relo'"),
         (
             "never mm in layers.1",

@@ -53,7 +53,7 @@ BLOCKS = (
     ("copies_only_shape", "torch 2.15's mark_dynamic notes no range where none is given"),
     ("autoparallel", "autoparallel, which is not on the index"),
     ("cudaGraphNodeGetToolsId", "CUDA's driver, whose names of nodes it reads"),
-    ("CUDA required", "numbers of a GPU's memory, or a run too long for this table"),
+    ("CUDA required", "numbers of a GPU's memory"),
     ("CUDA not available", "nothing known: not run to its end with a means"),
     ("get_device_name", "torch.cpu has no get_device_name, which its metrics call"),
     ("support only expert parallel", "its own check of CUDA graphs"),

@@ -21,7 +21,7 @@ RUNS = {
     "worlds": "`gt_world` and `-p means`",
     "twice": "`-p means`, twice",
     "saved": "`-p means`, past its skip",
-    "losses": "`companions/scripts`, in float64",
+    "losses": "`companions/scripts`",
 }
 ROW = re.compile(r"\| `(.+)` \| (.*) \| (.*) \| (.*) \|")
 # Their world_size is min(device_count(), 4): without a GPU they start no process, and pass.
@@ -30,7 +30,7 @@ OF_NO_RANK = re.compile("::(TestTraceFSDP|TestAutogradGradVsBackwardFSDP)::")
 BY_ITSELF = "skipped by torchtitan: "
 # The first that matches the reason of a test that no run let pass.
 BLOCKS = (
-    ("test_moe_dsv3_aot_fx", "torch's grouped_mm takes no float64, in which losses are compared"),
+    ("test_moe_dsv3_aot_fx", "in bfloat16 losses part; in float64 a cast is lost: README.md"),
     ("#2149", f"{BY_ITSELF}its jit mode is switched off (#2149)"),
     ("::test_moe_", "losses of experts, not run to their end"),
     ("FlexAttn.*::test_precompile", f"{BY_ITSELF}FlexAttention's masks cannot be pickled"),

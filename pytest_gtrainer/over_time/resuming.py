@@ -296,15 +296,23 @@ def _in_world(size: int | None, folder: Path, work: Callable[[], None]) -> None:
     if size is None:
         work()
         return
-    rank, failure, failed_at = dist.get_rank(), None, None
+    rank = dist.get_rank()
+    failure: Exception | None = None
+    failed_at: float | None = None
     names = max(gather_objects(new_group_names()))
     if rank < size:
         store = dist.FileStore(str(folder / f"store {names}"), size)
         try:
             with real_group_beside(dist.get_backend(), store, rank, size, names):
-                work()
+                try:
+                    work()
+                except Exception:
+                    failed_at = time.time()  # before its groups go, by which the others fail, too
+                    raise
         except Exception as error:
-            failure, failed_at = error, time.time()
+            failure = error
+            if failed_at is None:
+                failed_at = time.time()
     # The first failure is the cause of the others: its groups are gone.
     times = gather_objects((failed_at, rank, f"{type(failure).__name__}: {failure}"))
     failures = sorted(each for each in times if each[0] is not None)

@@ -90,10 +90,11 @@ def reports_of(item: pytest.Item, outcome: RanksOutcome) -> list[pytest.TestRepo
         merged.sort(key=lambda report: PHASES.index(report.when))
 
     # What every rank reports for the page of the run, not only the rank whose report is shown.
-    properties = _properties_of(test.by_rank)
     for report in merged:
-        report.user_properties = properties
         report.gt_shown = {}  # type: ignore[attr-defined]
+    if merged:
+        # Of the last phase, as pytest's JUnit file does; those before have what was recorded then.
+        merged[-1].user_properties = _properties_of(test.by_rank)
     for rank, facts in _claims(test.by_rank, "gt_facts").items():
         merged[-1].gt_shown[rank] = select_shown(facts)
     return merged

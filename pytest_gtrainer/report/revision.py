@@ -10,7 +10,6 @@ from, and modules of the working tree must come from the worktree there.
 """
 
 import os
-import select
 import shlex
 import subprocess
 import sys
@@ -366,10 +365,6 @@ def _kept(environment: dict[str, str], *arguments: str) -> Iterator[str]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        # Not a read that blocks: if another thread of this process gets the signal of ctrl-C, the
-        # main thread would hear of it only when the run at the revision has ended.
-        while not select.select([process.stdout], [], [], 1.0)[0]:
-            pass
         status = process.stdout.readline().strip()
         if not status:
             assert process.stderr is not None

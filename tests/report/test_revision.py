@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -266,6 +267,8 @@ def test_the_worktree_is_removed_after_ctrl_c_and_after_a_kill(repository, victi
         text=True,
         env=environment(repository),
         start_new_session=True,
+        # A shell starts what it runs in the background with SIGINT ignored, and Python keeps that.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as process:
         wait_until((repository.parent / "started").exists)
         if victim == "pytest":

@@ -570,15 +570,21 @@ class ThreadGroup(dist.ProcessGroup):
 
 
 def _refuse_strides(text: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse tensors that are not contiguous, as NCCL does; images may have their channels last."""
+    """Refuse tensors that are not contiguous, which backends treat differently.
+
+    Images may have their channels last. Source: ``check_gpu_single_tensor`` of ProcessGroupNCCL.
+    """
+    name = text.partition(" ")[0]
+    backends = "NCCL refuses it, and gloo may reduce the memory between its elements"
+    if name in ("send", "recv"):
+        backends = "gloo refuses it, and NCCL moves its elements as they lie in memory"
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     for tensor in tensors:
         last = formats.get(tensor.dim(), torch.contiguous_format)
         if not (tensor.is_contiguous() or tensor.is_contiguous(memory_format=last)):
             raise ValueError(
-                f"{text.partition(' ')[0]} of a tensor of shape {list(tensor.shape)} with strides "
-                f"{tensor.stride()}: NCCL refuses it, and gloo may reduce the memory between its "
-                "elements: give its contiguous(), and copy the result back"
+                f"{name} of a tensor of shape {list(tensor.shape)} with strides "
+                f"{tensor.stride()}: {backends}: give its contiguous(), and copy the result back"
             )
 
 

@@ -8,6 +8,7 @@ and the parameter, or between it and the output.
 import operator
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -127,8 +128,11 @@ class FsdpCollective:
 
 def launches(target: Any) -> bool:
     """Return whether an operator starts a collective, a send or a receive."""
-    if not isinstance(target, OpOverload):
-        return False
+    return isinstance(target, OpOverload) and _is_launch(target)
+
+
+@cache
+def _is_launch(target: Any) -> bool:
     space, _, name = schema(target).name.partition("::")
     if space in COMMUNICATING:
         return name not in _STANDS_BESIDE

@@ -33,6 +33,7 @@ from pytest_gtrainer.arithmetic.numbers import Numbers, numbers_of
 from pytest_gtrainer.arithmetic.prime import P, Prime
 from pytest_gtrainer.arithmetic.terms import Terms
 from pytest_gtrainer.arithmetic.values import NoMeaning
+from pytest_gtrainer.environment import collector_off
 from pytest_gtrainer.facts import long_work, spell_some
 from pytest_gtrainer.graph.collectives import launches, unread_launches
 from pytest_gtrainer.graph.foreign import adopt, holds_state
@@ -195,7 +196,8 @@ def _identical_by_structure(programs: Sequence[Program], world: AnyWorld | None)
         return prove_programs(own, alike=alike, drawn=drawn, at_least="identical")
 
     begun = time.perf_counter()
-    proof = prove_by_structure(graphs, prove_parts)
+    with collector_off():  # what is noted of each node is gone before the next collection
+        proof = prove_by_structure(graphs, prove_parts)
     if proof is None:
         return None
     ranks = 1 if world is None else net_of_any(world).size

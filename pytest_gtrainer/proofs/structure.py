@@ -22,7 +22,6 @@ from torch import Tensor, fx
 
 from pytest_gtrainer._torch.values import OpOverload
 from pytest_gtrainer.arithmetic.operators import UNINITIALISED, base_name
-from pytest_gtrainer.environment import collector_off
 from pytest_gtrainer.graph.collectives import launches
 from pytest_gtrainer.graph.nodes import is_random, mutates, value_of
 from pytest_gtrainer.proofs.proof import Proof
@@ -42,10 +41,11 @@ class _Call(NamedTuple):
     """What a node calls, apart from the values that it is given.
 
     Attributes:
-        settings: the operator and all its arguments, with ``fx.Node`` in place of each operand.
+        settings: a number for the operator and all its arguments, with ``fx.Node`` in place of each
+            operand.
     """
 
-    settings: tuple[Any, ...]
+    settings: int
     operands: list[fx.Node]
 
 
@@ -86,8 +86,7 @@ def prove_by_structure(
         return None
     table: dict[Any, int] = {}
     try:
-        with collector_off():
-            sides = [_number(gm, table) for gm in graphs]
+        sides = [_number(gm, table) for gm in graphs]
         if not all(_says_something(side) for side in sides):
             return None
         pairs = list(_where_they_part(*sides))
@@ -107,11 +106,11 @@ def prove_by_structure(
 
 
 def _number(gm: fx.GraphModule, table: dict[Any, int]) -> _Numbered:
-    """Give every node a number, which ``table`` has for its call."""
+    """Give every node a number, which ``table`` has for its call, as for its settings."""
     side = _Numbered(gm)
     inputs = 0
     for node in gm.graph.nodes:
-        call = side.calls[node] = _call(node)
+        call = side.calls[node] = _call(node, table)
         key: Any = (call.settings, *[side.numbers[operand] for operand in call.operands])
         if node.op == "placeholder":
             key, inputs = ("input", inputs), inputs + 1
@@ -120,7 +119,7 @@ def _number(gm: fx.GraphModule, table: dict[Any, int]) -> _Numbered:
         elif _is_unwritten(node):
             key = object()  # memory that nobody has written equals no other
         side.numbers[node] = table.setdefault(key, len(table))
-        before = any(each in side.abstract for each in node.all_input_nodes)
+        before = any(operand in side.abstract for operand in call.operands)
         if _is_float(node) and (before or node.op == "placeholder"):
             side.abstract.add(node)
         elif before and not isinstance(value_of(node), Tensor):
@@ -128,7 +127,7 @@ def _number(gm: fx.GraphModule, table: dict[Any, int]) -> _Numbered:
     return side
 
 
-def _call(node: fx.Node) -> _Call:
+def _call(node: fx.Node, table: dict[Any, int]) -> _Call:
     operands: list[fx.Node] = []
 
     def setting(argument: Any) -> Any:
@@ -143,7 +142,8 @@ def _call(node: fx.Node) -> _Call:
 
     arguments = setting(node.args)
     keywords = [(name, setting(node.kwargs[name])) for name in sorted(node.kwargs)]
-    return _Call((node.op, node.target, arguments, *keywords), operands)
+    settings = (node.op, node.target, arguments, *keywords)
+    return _Call(table.setdefault(settings, len(table)), operands)
 
 
 def _is_function(node: fx.Node) -> bool:

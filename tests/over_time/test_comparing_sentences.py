@@ -403,7 +403,10 @@ def test_optimisers_that_step_in_turn_are_of_one_model(compared):
     for number in range(6):
         run += steps(1, optimiser=turns[number % 2])
     said = compared([run], [run[:5]])
-    assert said == ["only in A: 1 step, 5", "equal: 10 values in 5 steps; 1 step compared with nothing"]
+    assert said == [
+        "only in A: 1 step, 5",
+        "equal: 10 values in 5 steps; 1 step compared with nothing",
+    ]
 
 
 def loading(value):

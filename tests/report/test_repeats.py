@@ -94,7 +94,8 @@ def test_what_repetitions_claim_for_a_golden_is_compared(kind):
 @pytest.mark.parametrize("accepts", ["--gt-update-goldens", "--gt-create-goldens"])
 def test_a_golden_that_each_repetition_writes_anew_fails(tmp_path, accepts):
     """Each golden holds for its own repetition."""
-    (tmp_path / "test_it.py").write_text("""
+    (tmp_path / "test_it.py").write_text(
+        """
         import itertools
         count = itertools.count()
         def test_text(gt_golden):
@@ -103,7 +104,8 @@ def test_a_golden_that_each_repetition_writes_anew_fails(tmp_path, accepts):
             gt_golden.check({"loss": float(next(count))})
         def test_same(gt_golden):
             gt_golden.check("same")
-    """.replace("\n        ", "\n"))
+    """.replace("\n        ", "\n")
+    )
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "--gt-repeat=2", accepts, "--gt-goldens-in-ci"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)

@@ -18,9 +18,10 @@ from torch import Tensor, fx
 
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.arithmetic.values import NoMeaning
+from pytest_gtrainer.compiling.eager import EagerTrace, flat_size, holds_dtensors
 from pytest_gtrainer.facts import counted
 from pytest_gtrainer.graph.collectives import results_of
-from pytest_gtrainer.graph.nodes import input_fqn, is_collective, is_random
+from pytest_gtrainer.graph.nodes import held, input_fqn, is_collective, is_random, value_of
 from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.proofs.inputs import describe_integers, draw_inputs
 from pytest_gtrainer.proofs.programs import NamedProgram
@@ -201,11 +202,13 @@ class _Layout:
             given = stages[stage].graph.find_nodes(op="placeholder")
             known |= {node.name: value for node, value in zip(given, values, strict=True)}
         self.drawn = ""
+        self._are_recorded = True
         wanted = [node.name for node in placeholders]
         if all(name in known or name.startswith("tangents") for name in wanted):
             values = [known.get(node.name, _like(node.meta.get("val"))) for node in placeholders]
         else:
             values = draw_inputs(joint, seed=0)
+            self._are_recorded = False
             self.drawn = describe_integers(joint, values)
         self.inputs: dict[str, Any] = {}
         self._keys: dict[str, str] = {}
@@ -217,12 +220,38 @@ class _Layout:
             self.inputs[key] = value
         self.tangents = [key for key in self.inputs if key.startswith(_TANGENT)]
         self.primals = [key for key in self.inputs if not key.startswith(_TANGENT)]
-        results = results_of(joint)
-        self._gradients: Sequence[Any] = []
-        self._n_outputs = len(results)
-        if self.tangents:
-            self._n_outputs -= len(self.primals)
-            self._gradients = results[self._n_outputs :]
+        self._given = [value_of(node) for node in _inputs_of(stages.get("dynamo"))]
+        if sum(map(flat_size, self._given)) != len(self.primals):
+            self._given = [None] * len(self.primals)
+        outputs, self._gradients = self._split(results_of(joint))
+        self._n_outputs = len(outputs)
+
+    def _split(self, results: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Return the outputs, and one gradient for each input of Dynamo's graph.
+
+        A gradient that is a DTensor is its local tensor, followed by the mesh; without a gradient
+        there is one None, so they are counted from the end.
+        """
+        outputs = list(results)
+        gradients: list[Any] = []
+        for given in reversed(self._given if self.tangents else ()):
+            size = 1 if outputs[-1] is None else flat_size(given)
+            gradients.insert(0, outputs[-size])
+            del outputs[-size:]
+        return outputs, gradients
+
+    @property
+    def _trained(self) -> list[bool]:
+        """Return for each input of Dynamo's graph whether its gradient is a result.
+
+        Also of those of which AOTAutograd has none: a pass before it may have cut them off.
+        """
+        if not self._gradients:
+            return [False] * len(self._given)
+        trained = []
+        for given, gradient in zip(self._given, self._gradients, strict=True):
+            trained.append(gradient is not None or getattr(given, "requires_grad", False))
+        return trained
 
     def prove(
         self,
@@ -231,22 +260,32 @@ class _Layout:
         at_least: str,
     ) -> Proof:
         """Return which kind of equal two states of a compilation are."""
-        for gm in (*actual.values(), *expected.values()):
-            found = [node for node in nodes_within(gm) if is_collective(node)]
-            if found:
-                return self._prove_on_ranks(actual, expected, at_least, found[0].name)
-        programs = [self._program(each) for each in (actual, expected)]
-        try:
-            proof = prove_programs(programs, drawn=self.drawn, at_least=at_least)
-        except Exception as error:
-            # A stage that does not run on its own proves nothing; the other stages still may.
-            text = str(error).partition("\n")[0]
-            return Proof("unknown", reason=f"{type(error).__name__}: {text}")
+        proof = self._prove(actual, expected, at_least)
         draws = [_random_operators(each) for each in (expected, actual)]
         if proof.kind == "another function" and draws[0] != draws[1]:
             shown = " and ".join(", ".join(each) or "functions of torch" for each in draws)
             return Proof("unknown", reason=f"random numbers are drawn by {shown}, and not alike")
         return proof
+
+    def _prove(
+        self,
+        actual: Mapping[str, fx.GraphModule],
+        expected: Mapping[str, fx.GraphModule],
+        at_least: str,
+    ) -> Proof:
+        for gm in (*_running(actual), *_running(expected)):
+            found = [node.name for node in nodes_within(gm) if is_collective(node)]
+            if holds_dtensors(gm):
+                found.append("a DTensor")
+            if found:
+                return self._prove_on_ranks(actual, expected, at_least, found[0])
+        programs = [self._program(each) for each in (actual, expected)]
+        try:
+            return prove_programs(programs, drawn=self.drawn, at_least=at_least)
+        except Exception as error:
+            # A stage that does not run on its own proves nothing; the other stages still may.
+            text = str(error).partition("\n")[0]
+            return Proof("unknown", reason=f"{type(error).__name__}: {text}")
 
     def _prove_on_ranks(
         self,
@@ -267,38 +306,46 @@ class _Layout:
         try:
             graphs = [self._as_one_graph(each) for each in (actual, expected)]
             if graphs[0] is not None and graphs[1] is not None:
-                world = dist.get_world_size() if world is None else world
-                return prove(graphs[0], graphs[1], world=world, at_least=at_least)
+                if world is None:
+                    world = dist.get_world_size()
+                if not any(map(_communicates, graphs)):
+                    world = None  # a mesh of one rank, or DTensors that nobody redistributes
+                inputs: Any = self._inputs_of_rank if self._are_recorded else None
+                if inputs is not None and world is None:
+                    inputs = inputs(0)
+                return prove(graphs[0], graphs[1], inputs=inputs, world=world, at_least=at_least)
         except Exception as error:
             text = str(error).partition("\n")[0]
             way_out = "" if self._world else "; a simulated world has meshes: world=gt_world"
             return Proof("unknown", reason=f"{name}{_COMMUNICATES}{text}{way_out}")
-        reason = (
-            f"{name}{_COMMUNICATES}Dynamo's graph, or one with modules, runs on one rank alone: "
-            "compare eager models by assert_same_model"
-        )
+        reason = f"{name}{_COMMUNICATES}a graph that calls modules runs on one rank alone"
         return Proof("unknown", reason=reason)
+
+    def _inputs_of_rank(self, rank: int) -> list[Any]:
+        """Return the recorded inputs, with other fractions on each rank, and no meshes."""
+        values = []
+        for value in self.inputs.values():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                value = value.detach() * (1 + rank / 8)
+            values.append(value if isinstance(value, Tensor | int | float) else None)
+        return values
 
     def _as_one_graph(self, graphs: Mapping[str, fx.GraphModule]) -> fx.GraphModule | None:
         """Return a graph from the inputs of the joint graph to its results; None if it has none."""
         parts = [graphs[role] for role in ("forward", "backward") if role in graphs]
         if not parts and "joint" in graphs:
             parts = [graphs["joint"]]
-        if not parts or any(gm.graph.find_nodes(op="get_attr") for gm in parts):
+        if not parts:
+            return self._traced_eager(graphs["dynamo"])
+        if any(gm.graph.find_nodes(op="call_module") for gm in parts):
             return None
-        whole = fx.Graph()
+        whole = fx.GraphModule({}, fx.Graph())
         values: dict[str, Any] = {}
         for node in self._placeholders:
-            values[node.name] = whole.node_copy(node)
+            values[node.name] = whole.graph.node_copy(node)
         results: list[Any] = []
         for gm in parts:
-            copies: dict[fx.Node, Any] = {}
-            for node in gm.graph.nodes:
-                if node.op == "placeholder":
-                    copies[node] = values[node.name]
-                elif node.op != "output":
-                    copies[node] = whole.node_copy(node, copies.__getitem__)
-            own = [copies[each] if isinstance(each, fx.Node) else each for each in results_of(gm)]
+            own = _append(whole, gm, values)
             if len(parts) == 2 and not results:
                 # What the forward keeps has the names that the partitioner gave it.
                 for node, value in zip(results_of(self._forward), own, strict=True):
@@ -306,8 +353,44 @@ class _Layout:
                         values.setdefault(node.name, value)
                 own = own[: self._n_outputs]
             results += own
-        whole.output(tuple(results))
-        return fx.GraphModule({}, whole)
+        if not self.has_backward:  # behind the outputs is what the forward keeps
+            return self._with_results(whole, results[: self._n_outputs], [])
+        return self._with_results(whole, *self._split(results))
+
+    def _traced_eager(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """Return Dynamo's graph as operators on local tensors, from the joint graph's inputs."""
+        values = list(self.inputs.values())
+        n_primals = len(self.primals)
+        traced = EagerTrace(gm, self._trained, n_primals, self._n_outputs).trace(values)
+        whole = fx.Graph()
+        copies: dict[fx.Node, Any] = {}
+        given = iter(traced.graph.find_nodes(op="placeholder"))
+        for node, value in zip(self._placeholders, values, strict=True):
+            copy = whole.node_copy(node)
+            if isinstance(value, Tensor):
+                copies[next(given)] = copy
+        results: Any = whole.graph_copy(traced.graph, copies)
+        outputs, gradients = results[: self._n_outputs], results[self._n_outputs :]
+        if not self.has_backward:
+            gradients = []
+        return self._with_results(fx.GraphModule(traced, whole), outputs, gradients)
+
+    def _with_results(
+        self, gm: fx.GraphModule, outputs: Sequence[Any], gradients: Sequence[Any]
+    ) -> fx.GraphModule:
+        """End a graph with named results, None for the meshes of DTensors and other objects."""
+        tensors = []
+        for node in (*outputs, *gradients):
+            is_tensor = isinstance(node, fx.Node) and isinstance(value_of(node), Tensor)
+            tensors.append(node if is_tensor else None)
+        names = [f"output {place}" for place in range(len(outputs))]
+        place = 0
+        for given in self._given if gradients else ():
+            names.append(f"gradient of {self.primals[place]}")
+            place += flat_size(given)
+        gm.graph.output(tuple(tensors)).meta["gt_outputs"] = tuple(names)
+        gm.recompile()
+        return gm
 
     def _program(self, graphs: Mapping[str, fx.GraphModule]) -> NamedProgram:
         key = tuple(map(id, graphs.values()))  # the record keeps all of them
@@ -329,7 +412,7 @@ class _Layout:
                 f"Dynamo's graph has {counted(len(placeholders), 'input')}, that of AOTAutograd "
                 f"{len(self.primals)}"
             )
-        is_trained = [each is not None for each in self._gradients] or [False] * len(self.primals)
+        is_trained = self._trained
         values = [given[key] for key in self.primals]
         for place, trained in enumerate(is_trained):
             if trained:
@@ -401,13 +484,46 @@ class _Layout:
         return found
 
 
+def _inputs_of(gm: fx.GraphModule | None) -> list[fx.Node]:
+    return [] if gm is None else list(gm.graph.find_nodes(op="placeholder"))
+
+
+def _append(whole: fx.GraphModule, gm: fx.GraphModule, given: Mapping[str, Any]) -> list[Any]:
+    """Add the nodes of a graph to another one, and return its results there.
+
+    Args:
+        given: by the names of its inputs.
+    """
+    copies: dict[fx.Node, Any] = {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            copies[node] = given[node.name]
+        elif node.op == "get_attr":
+            # Forward and backward may hold different tensors under one name.
+            name = f"attribute_{len(whole.graph.nodes)}"
+            setattr(whole, name, held(gm, str(node.target)))
+            copies[node] = whole.graph.create_node("get_attr", name)
+        elif node.op != "output":
+            copies[node] = whole.graph.node_copy(node, copies.__getitem__)
+    return [copies[each] if isinstance(each, fx.Node) else each for each in results_of(gm)]
+
+
+def _running(graphs: Mapping[str, fx.GraphModule]) -> list[fx.GraphModule]:
+    """Return the graphs of a state that run; the others are what they were made from."""
+    if "forward" in graphs:
+        return [graphs[role] for role in ("forward", "backward") if role in graphs]
+    return [list(graphs.values())[-1]]
+
+
+def _communicates(gm: fx.GraphModule) -> bool:
+    return any(map(is_collective, nodes_within(gm)))
+
+
 def _random_operators(graphs: Mapping[str, fx.GraphModule]) -> list[str]:
     """Return the operators that draw random numbers, in the graphs that run."""
-    if "forward" in graphs:
-        running = [graphs[role] for role in ("forward", "backward") if role in graphs]
-    else:
-        running = [list(graphs.values())[-1]]
-    found = {str(node.target) for gm in running for node in nodes_within(gm) if is_random(node)}
+    found: set[str] = set()
+    for gm in _running(graphs):
+        found.update(str(node.target) for node in nodes_within(gm) if is_random(node))
     return sorted(found)
 
 

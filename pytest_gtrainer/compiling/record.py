@@ -297,11 +297,12 @@ class CompileRecord:
     ) -> CompileProof:
         """Return which kind of equal every stage is to the one before it, for any numbers.
 
-        Dynamo's graph stands for eager: it runs by eager's operators, with autograd. AOTAutograd's
-        decompositions, the passes of Inductor, the partitioner and passes of the user are proven,
-        forward and backward; of a stage that is not identical the pass is named. Generated code is
-        not: see ``assert_no_less_accurate``. Whole numbers are those of the first call; with
-        ``lower=True``, which keeps none, they are drawn.
+        Dynamo's graph stands for eager: it runs by eager's operators, with autograd; if it holds
+        DTensors, by those that reach the local tensors of this rank. AOTAutograd's decompositions,
+        the passes of Inductor, the partitioner and passes of the user are proven, forward and
+        backward; of a stage that is not identical the pass is named. Generated code is not: see
+        ``assert_no_less_accurate``. Whole numbers are those of the first call; with ``lower=True``,
+        which keeps none, they are drawn.
 
         Args:
             at_least: do not look for weaker kinds of equal than this one.

@@ -3,12 +3,22 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
 
 from fixtures.ten_models import MODELS, step, ten_models
 from pytest_gtrainer import AnotherFunction, NotRecorded, facts, gt_compile, prove
+from pytest_gtrainer.graph.nodes import short_name
 from pytest_gtrainer.proofs.programs import NamedProgram
 from pytest_gtrainer.proofs.prove import prove_programs
+from pytest_gtrainer.tracing.model import local
+from pytest_gtrainer.tracing.sharding import data_parallel
 
 aten = torch.ops.aten
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
@@ -112,10 +122,23 @@ def average_instead(graph):
         node.args = (node.args[0], "avg", node.args[2])
 
 
-def recorded_in_parallel(mesh, **options):
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-    return recorded(model=parallelize_module(model, mesh, plan), **options)
+def chain(*more):
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8), *more, nn.Tanh(), nn.Linear(8, 4))
+
+
+PLAN = {"1": ColwiseParallel(), "3": RowwiseParallel()}
+
+
+def recorded_in_parallel(mesh, model=None, plan=PLAN, x=None, backward=True, **options):
+    torch.manual_seed(0)
+    model = model or chain()
+    model = parallelize_module(model, mesh, plan)
+    with gt_compile() as record:
+        outputs = torch.compile(model, options=options)(torch.randn(2, 4) if x is None else x)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        if backward:
+            sum(local(each).sum() for each in outputs).backward()
+    return record
 
 
 @pytest.mark.second_tier
@@ -123,32 +146,198 @@ def recorded_in_parallel(mesh, **options):
 def test_stages_that_communicate_are_proven_on_all_ranks(gt_mesh):
     """All but the first were unknown, each "by" a pass that had nothing to do with it."""
     first, *others = recorded_in_parallel(gt_mesh).prove().stages
-    assert (first.stage, first.kind, first.by) == ("joint", "unknown", "")
-    assert "all_reduce communicates, and Dynamo's graph" in first.proof.reason
+    assert (first.stage, first.kind, first.by) == ("joint", "other kernels", "")
     assert [each.kind for each in others] == ["identical"] * len(others)
     assert "forward and backward" in [each.stage for each in others]
+
+
+class TwoOutputs(nn.Module):
+    """The second is a DTensor, and a buffer is written to."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 7), nn.Linear(7, 4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):
+        self.seen.add_(x.mean(0))
+        hidden = self.up(x + self.seen)
+        return self.down(hidden.tanh()), hidden
+
+
+class Tied(nn.Module):
+    """A vocabulary in parts, whose graph holds tensors of its own; one parameter, twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+
+
+class Frozen(nn.Sequential):
+    """A DTensor without a gradient is one result of AOTAutograd, and others are two."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        self[0].requires_grad_(False)
+
+
+class Recomputed(nn.Sequential):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+UP = ColwiseParallel(use_local_output=False)  # 7 columns on 2 ranks
+SEQUENCE = {
+    "0": SequenceParallel(sequence_dim=0),
+    "1": ColwiseParallel(input_layouts=Shard(0)),
+    "3": RowwiseParallel(output_layouts=Shard(0)),
+}
+RIGHT = {
+    "two outputs": (TwoOutputs, {"up": UP, "down": RowwiseParallel()}),
+    "a sum that is pending": (
+        chain,
+        {"1": UP, "3": RowwiseParallel(output_layouts=Partial(), use_local_output=False)},
+    ),
+    "tied": (
+        Tied,
+        {
+            "embedding": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Replicate()),
+        },
+    ),
+    "frozen": (Frozen, {"0": ColwiseParallel(), "2": RowwiseParallel()}),
+    "recomputed": (lambda: Recomputed(*chain()), PLAN),
+    "sequence": (lambda: nn.Sequential(nn.LayerNorm(4), *chain()[1:]), SEQUENCE),
+    "nobody calls backward": (chain, PLAN),
+    "nothing is sent": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh()), {"0": UP}),
+}
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("fake", size=2, mesh={"tp": 2})
+@pytest.mark.parametrize("name", RIGHT)
+def test_parallel_models_are_the_same_before_aotautograd(name, gt_mesh):
+    build, plan = RIGHT[name]
+    x = torch.randint(16, (2, 4)) if name == "tied" else None
+    proof = recorded_in_parallel(gt_mesh, build(), plan, x, name != "nobody calls backward").prove()
+    assert {each.kind for each in proof.stages} <= {"identical", "other kernels"}, str(proof)
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("fake", size=2, mesh={"dp": 2})
+def test_data_parallelism_is_the_same_before_aotautograd(gt_mesh):
+    model = data_parallel(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)), gt_mesh)
+    proof = recorded(model=model).prove()
+    assert {each.kind for each in proof.stages} <= {"identical", "other kernels"}, str(proof)
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("fake", size=2, mesh={"tp": 2})
+def test_inference_in_parallel_and_dynamic_sizes(gt_mesh):
+    with torch.no_grad():
+        assert recorded_in_parallel(gt_mesh, backward=False).prove().kind == "identical"
+    x = torch.randn(3, 4)
+    torch._dynamo.mark_dynamic(x, 0)
+    assert recorded_in_parallel(gt_mesh, x=x).prove().kind == "other kernels"
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("fake", size=1, mesh={"tp": 1})
+def test_dtensors_of_one_rank(gt_mesh):
+    assert recorded_in_parallel(gt_mesh).prove().kind == "other kernels"
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("fake", size=2, mesh={"tp": 2})
+def test_numbers_that_ranks_draw_otherwise_are_unknown(gt_mesh):
+    """They were another function, as on one rank they are not."""
+    plan = {"1": ColwiseParallel(), "4": RowwiseParallel()}
+    proof = recorded_in_parallel(gt_mesh, chain(nn.Dropout()), plan).prove()
+    assert proof.kind == "unknown"
+    assert "random numbers are drawn by functions of torch and aten." in str(proof.weakest)
 
 
 @pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=4, mesh={"dp": 2, "tp": 2})
 def test_groups_of_a_mesh_need_its_world(gt_world, gt_mesh):
     record = recorded_in_parallel(gt_mesh["tp"])
-    _, *others = record.prove(world=gt_world).stages
+    first, *others = record.prove(world=gt_world).stages
+    assert first.kind == "other kernels"
     assert [each.kind for each in others] == ["identical"] * len(others)
-    _, *others = record.prove().stages
-    assert {(each.kind, each.by) for each in others} == {("unknown", "")}
-    assert "a simulated world has meshes: world=gt_world" in str(others[0])
+    stages = record.prove().stages
+    assert {(each.kind, each.by) for each in stages} == {("unknown", "")}
+    assert "a simulated world has meshes: world=gt_world" in str(stages[0])
 
 
 @pytest.mark.second_tier
 @pytest.mark.gt_world("fake", size=2, mesh={"tp": 2})
 def test_a_pass_that_breaks_a_collective_is_named(gt_mesh):
     proof = recorded_in_parallel(gt_mesh, post_grad_custom_post_pass=average_instead).prove()
-    broken = [each for each in proof.stages if each.kind == "another function"]
+    broken = [each for each in proof.stages if each.kind != "identical"][1:]
     assert [(each.stage, each.by) for each in broken] == [
-        ("forward_after_passes", "average_instead")
+        ("forward_after_passes", "average_instead"),
+        ("backward_after_passes", "average_instead"),
     ]
+    assert {each.kind for each in broken} == {"another function"}
     assert "1/2 times what is expected" in str(broken[0])
+
+
+def leave_out_the_sum(graph):
+    node = graph.find_nodes(op="call_method", target="redistribute")[-1]
+    node.replace_all_uses_with(node.args[0])
+    graph.erase_node(node)
+
+
+def sum_twice(graph):
+    node = graph.find_nodes(op="call_method", target="redistribute")[-1]
+    insert_behind(graph, node, torch.mul, 2)
+
+
+def leave_gradients_pending(graph):
+    (first, *_) = [node for node in graph.nodes if short_name(node) == "from_local"]
+    first.kwargs = {**first.kwargs, "grad_placements": (Partial(),)}
+
+
+def cut_off(graph):
+    (node,) = graph.find_nodes(op="call_function", target=torch.tanh)
+    insert_behind(graph, node, torch.detach)
+
+
+def insert_behind(graph, node, function, *more):
+    with graph.inserting_after(node):
+        new = graph.call_function(function, (node, *more))
+    new.meta.update(node.meta)
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+
+
+MISTAKES = {
+    leave_out_the_sum: "output 0",
+    sum_twice: "output 0",
+    leave_gradients_pending: "gradient of 0.weight",
+    cut_off: "gradient of 0.weight",
+}
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("fake", size=2, mesh={"tp": 2})
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_before_aotautograd_is_named(mistake, gt_mesh):
+    proof = recorded_in_parallel(gt_mesh, pre_grad_custom_pass=mistake).prove()
+    broken = [each for each in proof.stages if each.kind not in ("identical", "other kernels")]
+    assert [(each.stage, each.by) for each in broken] == [("joint", mistake.__name__)]
+    assert broken[0].kind == "another function"
+    assert broken[0].proof.first.result == MISTAKES[mistake]
+
+
+def test_a_gradient_that_a_pass_cuts_off_is_told():
+    """Only gradients that AOTAutograd has were compared."""
+    proof = recorded(model=chain(), pre_grad_custom_pass=cut_off).prove()
+    assert (proof.kind, proof.weakest.by) == ("another function", "cut_off")
+    assert proof.weakest.proof.first.result == "gradient of 0.weight"
 
 
 def test_no_joint_graph():

@@ -246,6 +246,15 @@ def test_inference_in_parallel_and_dynamic_sizes(gt_mesh):
 
 
 @pytest.mark.second_tier
+@pytest.mark.gt_world("ranks", size=2, mesh={"tp": 2})
+def test_each_real_rank_proves_its_own_graphs(gt_mesh):
+    """Nothing is sent: here one rank alone proves."""
+    record = recorded_in_parallel(gt_mesh)
+    if gt_mesh.get_local_rank() == 1:
+        assert record.prove().kind == "other kernels"
+
+
+@pytest.mark.second_tier
 @pytest.mark.gt_world("fake", size=1, mesh={"tp": 1})
 def test_dtensors_of_one_rank(gt_mesh):
     assert recorded_in_parallel(gt_mesh).prove().kind == "other kernels"

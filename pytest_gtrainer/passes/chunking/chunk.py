@@ -159,10 +159,12 @@ class BodyJudge:
         self.known[node] = propagate(call, described(node), root, self.config, self.warned)
         # What is written later is read through any view of the memory, so it is kept by storage.
         for storage in self.storages.written.get(node, ()):
-            if self.storages.of[storage] in self.bodies:
+            if storage in self.bodies:
                 self.written[storage] = self.known[node][0]
-            else:
-                self.known[node] = [None]  # a buffer, which goes from chunk to chunk
+            elif self.storages.of[node] is storage:
+                # The result is a buffer, which goes from chunk to chunk. An operator that writes
+                # to one may also return rows.
+                self.known[node] = [None]
 
     def check_leaving(self, node: fx.Node, root: str) -> None:
         """Check that what leaves the module can be joined: rows in their order, of data."""

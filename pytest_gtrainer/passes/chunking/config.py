@@ -68,7 +68,8 @@ class ChunkConfig:
             eager chunking.
         row_wise: full names of operators (``"mylib::norm"``) that treat each row of the chunk
             dimension by itself, where chunking cannot know it: operators of one's own, for which
-            you answer.
+            you answer. With the pattern of the modules itself among them, you answer for all that
+            these compute.
 
     Raises:
         ChunkError: a value is none of these, or the two do not go together.
@@ -88,6 +89,13 @@ class ChunkConfig:
             raise ChunkError(
                 f"num_chunks={self.num_chunks!r}: give an integer of at least 2; one chunk is the "
                 "model"
+            )
+        # In a text ``in`` would find every part of a name.
+        if not isinstance(self.row_wise, tuple | list | set | frozenset) or not all(
+            isinstance(name, str) for name in self.row_wise
+        ):
+            raise ChunkError(
+                f"row_wise={self.row_wise!r}: give a tuple of full names, such as ('mylib::norm',)"
             )
         if self.chunk_dim == SEQUENCE and kind == BLOCK:
             raise ChunkError(

@@ -135,6 +135,7 @@ class Call:
         pointwise: it treats each element by itself.
         is_backward: it is the backward of an operator in the tables, whose rows it has.
         rule: the words and dimensions of the operator in the tables, or those of its forward.
+        is_vouched: the user answers for it (``ChunkConfig.row_wise``).
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Call:
         results: Sequence[tuple[Any, Sequence[int]]],
         part: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
     ) -> None:
-        self.target, self.results = target, results
+        self.target, self.results, self.is_vouched = target, results, False
         self.name, self.full_name = _names_of(target)
         self.arguments = _arguments_by_name(target, args, kwargs)
         self.counts_rows = False
@@ -595,7 +596,8 @@ def propagate(
     Raises:
         ChunkError: in the words of ``refuse_mixing``.
     """
-    if call.full_name not in config.row_wise:
+    call.is_vouched = call.full_name in config.row_wise
+    if not call.is_vouched:
         mixing = _find_mixing(call)
         if mixing is not None:
             refuse_mixing(what, mixing, where, config, warned)
@@ -694,15 +696,35 @@ def _describe_dims(call: Call) -> str | None:
     return None
 
 
+def _is_listed(call: Call) -> bool:
+    """Return whether a table, a tag of torch or a rule judges an operator."""
+    if call.rule is not None or call.pointwise or call.is_backward or is_view(call.target):
+        return True
+    return call.name in _BY_DIMENSIONS | _SEARCHES
+
+
 def _is_unknown(call: Call) -> bool:
     """Return whether nothing says what a call of rows does along its dimensions."""
-    is_known = call.rule is not None or call.pointwise or call.is_backward or is_view(call.target)
-    if is_known or call.name in _BY_DIMENSIONS | _SEARCHES:
+    if _is_listed(call):
         return False
     results = [value for value, _ in call.results if isinstance(value, torch.Tensor)]
     values = [*results, *(operand.value for operand, _ in call.rows())]
     # Without a result it is a size; of integers it is routing.
     return bool(results) and any(map(is_inexact, values))
+
+
+def _may_number_rows(call: Call) -> bool:
+    """Return whether integers that a call makes of data may depend on other rows.
+
+    ``nonzero`` gives row numbers. An operator that nobody knows may do anything, as the inverse of
+    ``unique`` does: which number a row gets depends on all of them.
+    """
+    if call.name == "isin":
+        among = call.arguments.get("test_elements")
+        return isinstance(among, Operand) and among.known is not None
+    if call.name in ("nonzero", "nonzero_static"):
+        return True
+    return not (call.is_vouched or _is_listed(call))
 
 
 def _describe_order(call: Call) -> str | None:
@@ -843,7 +865,7 @@ def _content_of(call: Call, has_statistics: bool, value: Any) -> Content:
 
     - looked up or written to: as ``_content_of_indexed`` says;
     - bools of row numbers, which pick rows by them, as ``arange(len(x)) < 2``: POSITIONAL;
-    - integers computed across rows, or of data and row numbers: ROUTING;
+    - integers computed across rows, or of data and row numbers, or as nobody knows: ROUTING;
     - rows that ranks exchange, as many as their routers have counted: ROUTED;
     - computed of data: that of the operands, DATA before ROUTED before ROUTING;
     - neither of row numbers nor of their count: UNIFORM;
@@ -859,7 +881,7 @@ def _content_of(call: Call, has_statistics: bool, value: Any) -> Content:
         if is_positional and getattr(value, "dtype", None) is torch.bool:
             return Content.POSITIONAL
         is_across_rows = has_statistics or Content.ROUTING in contents or _works_along_rows(call)
-        if is_across_rows or (has_data and is_positional):
+        if is_across_rows or (has_data and (is_positional or _may_number_rows(call))):
             return Content.ROUTING
     if call.name == "all_to_all_single":
         return Content.ROUTED

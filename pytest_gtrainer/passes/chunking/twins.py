@@ -110,7 +110,16 @@ def _correspond(node: fx.Node, twin: fx.Node, known: Mapping[Any, Any]) -> bool:
         return False
     if node.op == "call_function" and node.target != twin.target:
         return False
-    return [known.get(source) for source in node.all_input_nodes] == twin.all_input_nodes
+    return [known.get(source) for source in _operands(node)] == _operands(twin)
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes among the arguments, in order.
+
+    One that is read twice is there twice: ``all_input_nodes`` of ``cat([a, b, a])`` and of
+    ``cat([a, a, b])`` are the same.
+    """
+    return [leaf for leaf in leaves_of((node.args, node.kwargs)) if isinstance(leaf, fx.Node)]
 
 
 def _differ(full: fx.GraphModule, node: fx.Node, part: fx.GraphModule, twin: fx.Node) -> bool:

@@ -100,6 +100,20 @@ def by_ranks(x):
     return x * (x[:, 0, 0] > 0).cumsum(0)[:, None, None]
 
 
+def kinds_of(x):
+    return x.detach().argmax(-1)[:, 0]
+
+
+def by_its_number(numbers):
+    return numbers.float()[:, None, None]
+
+
+def numbered_among_others(x):
+    """Scale the rows with a mask by their own numbers, which ``nonzero`` gives."""
+    chosen = (x[:, 0, 0] > 0).nonzero()[:, 0]
+    return x.index_add(0, chosen, x[chosen] * by_its_number(chosen))
+
+
 MIXING = {
     "attention, folded": (
         folded_attention,
@@ -336,6 +350,36 @@ MIXING = {
         None,
         r"mul.* brings into rows .* \(integers computed across rows",
     ),
+    "numbers of unique rows": (
+        lambda x: x + by_its_number(kinds_of(x).unique(return_inverse=True)[1]),
+        None,
+        r"_to_copy.* brings into rows .* \(integers computed across rows",
+    ),
+    "looked up by numbers of unique rows": (
+        lambda x: (
+            x
+            + torch.ones(9, 3)[kinds_of(x).unique_consecutive(return_inverse=True)[1]].sum(1)[
+                :, None, None
+            ]
+        ),
+        None,
+        r"index.* looks up numbers by integers computed across rows",
+    ),
+    "row numbers that a mask chooses": (
+        numbered_among_others,
+        None,
+        r"_to_copy.* brings into rows .* \(integers computed across rows",
+    ),
+    "rows that are found among others": (
+        lambda x: torch.where(torch.isin(kinds_of(x), kinds_of(x) + 1)[:, None, None], x, -x),
+        None,
+        r"where.* brings into rows .* \(integers computed across rows",
+    ),
+    "integers of an operator nobody knows": (
+        lambda x: x + by_its_number(torch.ops.gtrainer_tests.ranked(kinds_of(x))),
+        None,
+        r"_to_copy.* brings into rows .* \(integers computed across rows",
+    ),
     "an operator nobody knows": (
         lambda x: x + torch.cdist(x.transpose(0, 1), x.transpose(0, 1)).sum(-1).T[..., None],
         None,
@@ -464,6 +508,16 @@ ROW_WISE = {
     ),
     "row numbers": (last_of, None),
     "chosen positions": (lambda x: x + x[:, torch.tensor([0, 2, 1, 0, 0, 5])], None),
+    "rows that a mask chooses": (
+        lambda x: x.index_add(
+            0, (x[:, 0, 0] > 0).nonzero()[:, 0], x[(x[:, 0, 0] > 0).nonzero()[:, 0]]
+        ),
+        None,
+    ),
+    "found among fixed numbers": (
+        lambda x: torch.where(torch.isin(kinds_of(x), torch.tensor([1, 5]))[:, None, None], x, -x),
+        None,
+    ),
     "routing": (routed, None),
     "routing by counts": (routed_by_counts, None),
     "einsum": (lambda x: torch.einsum("bsd,btd->bst", x, x).softmax(-1) @ x, None),
@@ -649,6 +703,56 @@ def test_what_a_vouched_operator_returns_has_rows_where_their_extent_is():
     torch.testing.assert_close(
         by_eager_code(model_of(deciding(then)), vouched, inputs), ce_step(model_of(then), *inputs)
     )
+
+
+@torch.library.custom_op("gtrainer_tests::ranked", mutates_args=())
+def ranked(kinds: torch.Tensor) -> torch.Tensor:
+    return kinds.argsort(stable=True).argsort()
+
+
+ranked.register_fake(torch.empty_like)
+
+
+@torch.library.custom_op("gtrainer_tests::observed", mutates_args=("seen",))
+def observed(x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    seen += 1
+    return x * 0.5
+
+
+observed.register_fake(lambda x, seen: torch.empty_like(x))
+
+
+class Observer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+
+
+@SIDES
+def test_rows_that_an_operator_returns_which_writes_to_a_buffer_are_rows(side):
+    def then(x, observer):
+        return x + torch.ops.gtrainer_tests.observed(x.detach(), observer.seen)
+
+    def mixed(x, observer):
+        return x + torch.ops.gtrainer_tests.observed(x.detach(), observer.seen).mean(0)
+
+    inputs = token_batch(0, 4, 6)
+    vouched = replace(BATCH, row_wise=("gtrainer_tests::observed",))
+    expected = ce_step(model_of(then, Observer), *inputs)
+    torch.testing.assert_close(side(model_of(then, Observer), vouched, inputs), expected)
+    with pytest.raises(REFUSED, match=r"add.* brings into rows a value over all of them \(.*mean"):
+        side(model_of(mixed, Observer), vouched, inputs)
+
+
+@SIDES
+def test_integers_of_an_operator_that_somebody_answers_for_are_data(side):
+    def then(x):
+        return x + by_its_number(torch.ops.gtrainer_tests.ranked(kinds_of(x)) * 0)
+
+    inputs = token_batch(0, 4, 6)
+    vouched = replace(BATCH, row_wise=("gtrainer_tests::ranked",))
+    expected = ce_step(model_of(then), *inputs)
+    torch.testing.assert_close(side(model_of(then), vouched, inputs), expected)
 
 
 @torch.library.custom_op("gtrainer_tests::halved", mutates_args=())

@@ -55,6 +55,11 @@ def chunk(
         ({"num_chunks": 1}, "num_chunks=1: give an integer of at least 2"),
         ({"num_chunks": 2.0}, r"num_chunks=2\.0: give an integer"),
         (
+            {"row_wise": "mylib::norm_all"},
+            r"row_wise='mylib::norm_all': give a tuple of full names, such as \('mylib::norm',\)",
+        ),
+        ({"row_wise": None}, "row_wise=None: give a tuple of full names"),
+        (
             {"module_fqn": "layers.*.attention"},
             "names neither transformer blocks, .* nor MoE layers",
         ),
@@ -133,6 +138,35 @@ def test_a_twin_of_another_number_of_chunks():
         match=r"twin of placeholder .* extent 2 where the batch dimension has 8; .* has 4",
     ):
         chunk_pass(traced.gm, config=strict("layers.*", num_chunks=2), twin=traced.twin)
+
+
+def joined_by_extent(x):
+    rows, others = x.detach(), x.detach().tanh()
+    parts = [rows, others, rows] if len(x) == 4 else [rows, rows, others]
+    return x + (torch.cat(parts, -1) * torch.arange(3.0 * DIM)).unflatten(-1, (3, DIM)).sum(-2)
+
+
+def multiplied_by_extent(x):
+    rows, others = x.detach(), x.detach().tanh()
+    factors = (others, rows) if len(x) == 4 else (rows, others)
+    return x + torch.addcmul(rows, *factors, value=2).addcmul(*factors)
+
+
+def added_by_extent(x):
+    rows, others = x.detach(), x.detach().tanh()
+    again = (rows, others, others) if len(x) == 4 else (rows, others, rows)
+    return x + torch.addcmul(*again)
+
+
+@pytest.mark.parametrize(
+    "then",
+    [joined_by_extent, multiplied_by_extent, added_by_extent],
+    ids=lambda then: then.__name__,
+)
+def test_operands_that_change_their_places_with_the_extent(then):
+    """G18: both twins call the same operators on the same two values."""
+    with pytest.raises(ChunkError, match="the operators of the step depend on the chunk dimension"):
+        chunk(then)
 
 
 def test_a_graph_without_its_twin():

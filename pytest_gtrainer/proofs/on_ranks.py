@@ -81,15 +81,24 @@ def exchange_on_ranks(mode: ArithmeticMode, func: Any, args: Any, kwargs: Any) -
     Every rank of the collective's group must be under such a mode.
     """
     base = base_name(func)
-    tensors = tensors_in(args, kwargs)
-    moves_floats = any(tensor.is_floating_point() for tensor in tensors)
     if base in _MOVE_NOTHING:
         return func(*args, **kwargs)
     named = named_arguments(func, args, kwargs)
     group = group_of_call(named)
     facts.notify("communicates", ranks=tuple(dist.get_process_group_ranks(group)))
+
+    tensors = tensors_in(args, kwargs)
+    moves_floats = any(tensor.is_floating_point() for tensor in tensors)
+    for tensor in tensors:
+        # Its bytes would travel without the elements, and arrive as known numbers.
+        if tensor.is_complex():
+            raise NoMeaning(f"{func} of complex numbers between real ranks")
+        if not tensor.is_floating_point() and mode.shadows.has(tensor):
+            mode.shadows.read(tensor)  # refuses abstract memory that is read as another dtype
+            moves_floats = True
     if not moves_floats:
         return func(*args, **kwargs)
+
     if func.namespace == "c10d":
         call = _parsed(mode, base, named, group)
         # Before the operator, which may write to its operands.

@@ -88,7 +88,7 @@ class ProgramRun:
         results: by name and rank.
         arithmetic: in which it ran.
         reads: operators by which the program asked for real numbers.
-        real: the real numbers of its outputs, and of state that it wrote to.
+        real: the real numbers of its outputs, and of state that it wrote to; complex ones as pairs.
         trains: the outputs through which gradients flow to what the program is given; None of
             graphs, and of a program that has left gradients and so needs no more.
     """
@@ -109,9 +109,35 @@ class Left:
 
     outputs: dict[Key, Tensor] = field(default_factory=dict)
     before: dict[Key, Result] = field(default_factory=dict)
+    numbers_before: dict[Key, Tensor] = field(default_factory=dict)
     after: dict[Key, Tensor] = field(default_factory=dict)
     trains: frozenset[str] | None = None
     put_back: ExitStack = field(default_factory=ExitStack)
+
+    def note_before(self, mode: ArithmeticMode, key: Key, tensor: Tensor) -> None:
+        """Note a tensor of the state: its elements, and beside them its real numbers."""
+        self.before[key] = _result_of(mode, tensor)
+        if not self.before[key].is_known:
+            self.numbers_before[key] = real_numbers(tensor)
+
+    def check_unwritten(self, arithmetic: Arithmetic, key: Key, tensor: Tensor) -> None:
+        """Refuse real numbers that have changed while the elements stayed as they were.
+
+        Rounding is allowed for: a field sets some casts aside, and these change real numbers.
+        """
+        before = self.numbers_before.get(key)
+        # Where abstract elements were compared the real numbers followed these, and mean nothing.
+        if before is None or arithmetic.decisions:
+            return
+        after = real_numbers(tensor)
+        if before.shape == after.shape and not are_apart(after, before, arithmetic.coarsest):
+            return
+        name, rank = key
+        where = "" if rank is None else f" on rank {rank}"
+        raise NoMeaning(
+            f"{name.removesuffix(AFTERWARDS)}{where} is written to where no dispatch mode sees it, "
+            "as NumPy does"
+        )
 
 
 class Program(ABC):
@@ -163,14 +189,16 @@ class Program(ABC):
         real: dict[Key, Tensor] = {}
         for key, tensor in left.outputs.items():
             results[key] = _result_of(mode, tensor)
-            real[key] = tensor.detach().clone()
+            real[key] = real_numbers(tensor)
 
         for key, tensor in left.after.items():
             own, before = _result_of(mode, tensor), left.before.get(key)
             # State counts only if the program writes to it.
             if before is None or not before.equals(own):
                 results[key] = own
-                real[key] = tensor.detach().clone()
+                real[key] = real_numbers(tensor)
+            else:
+                left.check_unwritten(mode.arithmetic, key, tensor)
 
         for key in left.before.keys() - left.after.keys():
             results[key] = Result(torch.zeros(0), torch.float32, True)  # it is gone
@@ -200,6 +228,42 @@ def _result_of(mode: ArithmeticMode, tensor: Tensor) -> Result:
     elements = arithmetic.compared(value.elements)
     exponents = arithmetic.compared_instead(value.elements)
     return Result(elements.clone(), value.dtype, False, exponents)
+
+
+def real_numbers(tensor: Tensor) -> Tensor:
+    """Return a copy of the numbers in memory; of complex ones the two parts, as elements have."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.clone()
+
+
+def are_apart(found: Tensor, wanted: Tensor, coarsest: float, *, least: float = 0.0) -> bool:
+    """Return whether real numbers differ by more than rounding explains.
+
+    Args:
+        found, wanted: of one shape.
+        coarsest: the relative rounding of the narrowest dtype that the program computes in.
+        least: an absolute difference that says nothing.
+    """
+    # Numbers of eight bits have one digit, and what is computed from several may have none.
+    share = max(0.1, 8 * coarsest)
+    found, wanted = found.double(), wanted.double()
+    error = _largest(found - wanted)
+    if error > share * magnitude(wanted) + least:
+        return True
+    return not torch.equal(found.isnan(), wanted.isnan())
+
+
+def magnitude(numbers: Tensor) -> float:
+    """Return the largest finite size: an infinity, as of a mask, is no measure of the others."""
+    numbers = numbers.double()  # dtypes of eight bits have few operators
+    return _largest(torch.where(numbers.isfinite(), numbers, 0.0))
+
+
+def _largest(numbers: Tensor) -> float:
+    """Return the largest size. Infinite is more than any number; NaN, which is compared apart, 0."""
+    return float(numbers.nan_to_num(nan=0.0).abs().max()) if numbers.numel() else 0.0
 
 
 def parts_of_complex(tensor: Tensor) -> Tensor:
@@ -304,7 +368,7 @@ class GraphProgram(Program):
         for name, tensor in gm.named_parameters():
             make_abstract(mode, tensor, name)
         for key, tensor in self._state(gm, given).items():
-            left.before[key] = _result_of(mode, tensor)
+            left.note_before(mode, key, tensor)
 
         with torch.no_grad(), mode:
             if self.world is None:
@@ -415,7 +479,7 @@ class FunctionProgram(Program):
 
         captured = captured_by(self.function)
         for name, tensor in (state | captured).items():
-            left.before[f"{name}{AFTERWARDS}", None] = _result_of(mode, tensor.detach())
+            left.note_before(mode, (f"{name}{AFTERWARDS}", None), tensor.detach())
         for name, number in python_values(function, given).items():
             left.before[f"{name}{AFTERWARDS}", None] = Result(number, number.dtype, True)
         # These cannot be copied, since the function reads the originals: so they are put back.
@@ -482,7 +546,7 @@ class NamedProgram(Program):
         for name, tensor in tensors.items():
             make_abstract(mode, tensor, name)
         for name, tensor in tensors.items():
-            left.before[f"{name}{AFTERWARDS}", None] = _result_of(mode, tensor)
+            left.note_before(mode, (f"{name}{AFTERWARDS}", None), tensor)
         with mode:
             for name, result in self.call(given).items():
                 left.outputs[name, None] = result.detach()

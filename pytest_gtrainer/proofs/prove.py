@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
@@ -74,6 +73,8 @@ from pytest_gtrainer.proofs.programs import (
     Program,
     ProgramRun,
     Result,
+    are_apart,
+    magnitude,
 )
 from pytest_gtrainer.proofs.proof import KINDS, AnotherFunction, FirstDifference, Proof
 from pytest_gtrainer.proofs.structure import prove_by_structure
@@ -691,24 +692,20 @@ def _apart_in_real_numbers(kind: str, actual: ProgramRun, expected: ProgramRun) 
     floats: dict[Key, Tensor] = {}
     for key, real in expected.real.items():
         if real.is_floating_point() and real.numel():
-            floats[key] = real.double()
+            floats[key] = real
 
-    largest = max((_magnitude(real) for real in floats.values()), default=0.0)
-    # Numbers of eight bits have one digit, and what is computed from several may have none.
-    share = max(0.1, 8 * actual.arithmetic.coarsest, 8 * expected.arithmetic.coarsest)
+    largest = max((magnitude(real) for real in floats.values()), default=0.0)
+    coarsest = max(actual.arithmetic.coarsest, expected.arithmetic.coarsest)
     for (name, rank), wanted in floats.items():
         found = actual.real.get((name, rank))
         if found is None or found.shape != wanted.shape:
             continue
         if kind == "identical":
-            real = expected.real[name, rank]
-            if not Result(found, found.dtype, True).equals(Result(real, real.dtype, True)):
+            if not Result(found, found.dtype, True).equals(Result(wanted, wanted.dtype, True)):
                 return f"the bits of {name} differ"
             continue
         # A result near zero may be what large numbers leave, and then has their errors.
-        allowed = share * _magnitude(wanted) + 1e-3 * largest
-        error = _magnitude(found.double() - wanted)
-        if error > allowed or not torch.equal(found.isnan(), wanted.isnan()):
+        if are_apart(found, wanted, coarsest, least=1e-3 * largest):
             where = "" if rank is None else f" on rank {rank}"
             return (
                 f"the real numbers of {name}{where} are apart, though the elements are equal: "
@@ -716,10 +713,6 @@ def _apart_in_real_numbers(kind: str, actual: ProgramRun, expected: ProgramRun) 
             )
 
     return ""
-
-
-def _magnitude(tensor: Tensor) -> float:
-    return float(tensor.nan_to_num().abs().max())
 
 
 def _assumptions(runs: Sequence[ProgramRun], drawn: str) -> tuple[str, ...]:

@@ -245,6 +245,26 @@ def test_messages_and_terms_are_refused(gt_world):
             dist.all_reduce(x)
 
 
+@pytest.mark.gt_world("ranks", size=2)
+def test_abstract_numbers_in_another_form_are_refused(gt_world):
+    """Else their bytes would travel without elements, and arrive as known numbers."""
+    with field_arithmetic() as elements:
+        given = of(elements, gt_world.rank).view(torch.uint8).reshape(-1)
+        gathered = given.new_empty(2 * len(given))
+        with pytest.raises(NoMeaning, match=r"is read as torch\.uint8"):
+            dist.all_gather_into_tensor(gathered, given)
+    with field_arithmetic() as elements:
+        x = of(elements, gt_world.rank)
+        # ``torch.distributed`` sends complex numbers as pairs; these operators do not.
+        with pytest.raises(NoMeaning, match="of complex numbers between real ranks"):
+            functional.broadcast(torch.complex(x, x), 0, dist.group.WORLD)
+    # Bytes that hold no abstract numbers are known.
+    with field_arithmetic() as elements:
+        gathered = torch.empty(4, dtype=torch.uint8)
+        dist.all_gather_into_tensor(gathered, torch.ones(2, dtype=torch.uint8))
+        assert elements.of(gathered) is None
+
+
 def test_what_is_no_number_is_refused():
     with field_arithmetic() as elements:
         with pytest.raises(ValueError, match="give name="):

@@ -698,6 +698,92 @@ def test_what_contradicts_the_real_numbers_is_unknown(actual, expected):
     assert kind_of(actual, expected, Y)[0] == "unknown"
 
 
+def doubled_unseen(x):
+    y = x * 2
+    y.detach().numpy()[:] *= 3
+    return y
+
+
+def doubled(x):
+    return x * 2
+
+
+def beside_an_infinity(step):
+    return lambda x: (step(x), torch.full((2,), float("-inf")))
+
+
+def with_an_infinity(step):
+    return lambda x: torch.cat([step(x), torch.full((2,), float("inf"))])
+
+
+def as_real_part(step):
+    return lambda x: torch.complex(step(x), x)
+
+
+def as_pairs(step):
+    return lambda x: torch.view_as_complex(torch.stack([step(x), x], -1))
+
+
+@pytest.mark.parametrize(
+    "rest", [beside_an_infinity, with_an_infinity, as_real_part, as_pairs], ids=lambda f: f.__name__
+)
+def test_what_numpy_computes_is_seen_beside_other_numbers(rest):
+    """An infinity is no measure of the other results, and a complex number has real parts."""
+    assert kind_of(rest(doubled_unseen), rest(doubled), Y)[0] == "unknown"
+    assert kind_of(rest(doubled), rest(doubled), Y)[0] == "identical"
+
+
+def clears_its_input(x):
+    y = x * 2
+    x.detach().numpy()[:] = 0
+    return y
+
+
+def clears_its_weight(model, x):
+    y = model(x)
+    model.weight.detach().numpy()[:] = 0
+    return y
+
+
+def test_what_numpy_writes_to_inputs_and_state_is_seen():
+    """Elements stay as they were, so only the real numbers show such a write."""
+    kind, text = kind_of(clears_its_input, doubled, Y)
+    assert kind == "unknown"
+    assert "input 0 is written to where no dispatch mode sees it" in text
+    assert kind_of(doubled, clears_its_input, Y)[0] == "unknown"
+    model = nn.Linear(4, 4)
+    kind, text = kind_of(clears_its_weight, lambda model, x: model(x), model, torch.ones(2, 4))
+    assert kind == "unknown"
+    assert "weight is written to where no dispatch mode sees it" in text
+
+
+def test_a_write_that_rounds_is_seen_as_rounding():
+    """Elements of a field are the same with and without the cast, and real numbers are not."""
+
+    def round_in_place(x):
+        x.copy_(x.bfloat16())
+        return x * 2
+
+    assert kind_of(round_in_place, doubled, Y)[0] == "rounds elsewhere"
+
+
+def times_minus_infinity(step):
+    return lambda x: step(x) * torch.full_like(x, float("-inf"))
+
+
+def complex_of(step):
+    return lambda x: torch.complex(step(x), torch.zeros_like(x))
+
+
+def test_elements_that_are_nan_alone_prove_nothing_of_complex_numbers_either():
+    one = times_minus_infinity(lambda x: x * x + 1)
+    other = times_minus_infinity(lambda x: x * x + 2)
+    for sides in ((one, other), (complex_of(one), complex_of(other))):
+        kind, text = kind_of(*sides, Y)
+        assert kind == "unknown"
+        assert "is NaN in exact arithmetic alone" in text
+
+
 # --- kernels and constants
 
 

@@ -192,8 +192,10 @@ def _registered_names(text: str) -> list[str]:
     """
     found = operator_names()
     for literal in re.split(r"\[[^\]]*\]|[.*?]", text):
-        # Registered names leave out the overload "default", and a pattern may name it: ``mm.def*``.
-        if literal not in "default":
+        # Registered names leave out the overload "default", and a pattern may name a part of it:
+        # ``mm.def*``.
+        is_of_default = literal in "default"
+        if not is_of_default:
             found = [name for name in found if literal in name]
     return found
 
@@ -441,11 +443,11 @@ def _check_call(pattern: CallPattern, subject: Subject) -> None:
     known: set[str] = set()
     for overload in overloads:
         known.update(argument.name for argument in schema(overload).arguments)
-    takes_any = not overloads  # a higher-order operator, say, has no schema
 
     # Graphs of Dynamo call functions and methods of Python, which may have other arguments than the
     # operator of the same name.
     has_functions = False
+    take_any: list[bool] = []  # by function: it takes keywords of any name
     for node in subject.schedule:
         if isinstance(node.target, OpOverload) or not pattern.operator.matches(node):
             continue
@@ -455,8 +457,10 @@ def _check_call(pattern: CallPattern, subject: Subject) -> None:
         with contextlib.suppress(TypeError, ValueError):
             parameters = inspect.signature(node.target).parameters.values()
             known.update(each.name for each in parameters)
-            takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+            take_any.append(any(each.kind is each.VAR_KEYWORD for each in parameters))
 
+    # A higher-order operator, say, has neither a schema nor a signature.
+    takes_any = any(take_any) if take_any else not overloads
     for keyword in keywords:
         if keyword not in known and not takes_any:
             hint = nearest(keyword, known) or f": it has {', '.join(sorted(known))}"

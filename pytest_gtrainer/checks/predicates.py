@@ -399,7 +399,7 @@ class Check:
                 operator = predicate.operator
             if not isinstance(operator, OperatorPattern):
                 return False
-            operators.add(operator.text.strip("*"))
+            operators.add(operator.text.strip("*?"))
         if operators == {OUTPUT}:
             return self.kind in ("then", "same") or self.number == 1
         return operators == {""} and self.kind != "count"

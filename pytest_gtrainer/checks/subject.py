@@ -92,7 +92,20 @@ def is_called(fqn: str, pattern: str) -> bool:
 
 
 class Subject:
-    """A graph under check, and what has been captured from it."""
+    """A graph under check, and what has been captured from it.
+
+    Attributes:
+        schedule: the computed nodes in order, then the output.
+        place: by node its index in the schedule.
+        captures: matched nodes, by the names that checks have given them.
+        groups: process groups, by their names in the graph.
+        has_items: the graph takes outputs of tuples by ``getitem``.
+        buckets: the modules of each bucket, in the order of the graph, which a message keeps; the
+            values are not used.
+        directions: "fwd" and "bwd", if the graph has nodes of them.
+        leaves: nodes that call a module or function which the tracer did not look into, with its
+            name. Such are the leaf modules of a tracer of FX, and functions under ``fx.wrap``.
+    """
 
     def __init__(
         self,
@@ -111,7 +124,7 @@ class Subject:
         nodes = list(gm.graph.nodes)
         self.schedule = [node for node in nodes if is_computed(node) or node.op == "output"]
         self.place = {node: place for place, node in enumerate(self.schedule)}
-        self.captures: dict[str, fx.Node] = {}  # by the names that checks have given them
+        self.captures: dict[str, fx.Node] = {}
         self.groups = groups_of(gm, mesh or {})
         self.has_items = any(map(is_item, nodes))
 
@@ -120,17 +133,12 @@ class Subject:
         if before is not None:
             scopes += scopes_of(adopt(before, names).graph.nodes).of.values()
         self._modules = {fqn for scope in scopes for fqn in scope.owners}
-        # Not a set: a message lists them in the order of the graph.
         self.buckets = {scope.owners: None for scope in scopes if scope.is_bucket}
         directions = {scope.space for scope in scopes}
         directions.update(direction(node) for node in self.schedule)
         self.directions = directions & {FORWARD, BACKWARD}
 
         self.leaves: dict[fx.Node, str] = {}
-        """Nodes that call a module or function which the tracer did not look into, with its name.
-
-        Such are the leaf modules of a tracer of FX, and functions under ``fx.wrap``.
-        """
         for node in self.schedule:
             self._note_leaf(gm, node)
         self._inside: dict[fx.Node, list[fx.Node]] = {}

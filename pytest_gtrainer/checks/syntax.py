@@ -17,7 +17,6 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from pytest_gtrainer.checks import predicates as must
 from pytest_gtrainer.checks.arguments import (
     REST,
     Argument,
@@ -26,7 +25,18 @@ from pytest_gtrainer.checks.arguments import (
     Name,
     OperatorPattern,
 )
-from pytest_gtrainer.checks.predicates import KINDS, Check, Extent, Pattern
+from pytest_gtrainer.checks.predicates import (
+    KINDS,
+    Check,
+    ComesFrom,
+    Extent,
+    HasType,
+    InBucket,
+    InDirection,
+    InModule,
+    Pattern,
+    UsedBy,
+)
 from pytest_gtrainer.checks.subject import CheckError, Predicate
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.literals import DTYPE_OF
@@ -183,39 +193,39 @@ class _Grammar:
 
     def _clause(self) -> list[Predicate]:
         if self._accept("in"):
-            return self._place()
+            return self._membership()
         if self._accept("->"):
             return [self._type()]
         if self._accept("from"):
-            return [must.ComesFrom(self.word("a captured name or a graph input"))]
+            return [ComesFrom(self.word("a captured name or a graph input"))]
         if self._accept("used"):
             only = self._accept("only")
             self._expect("by")
-            return [must.UsedBy(OperatorPattern(self.word("an operator or a captured name")), only)]
+            return [UsedBy(OperatorPattern(self.word("an operator or a captured name")), only)]
         hint = _advice(self._next.text) or nearest(self._next.text, CLAUSES)
         raise CheckError(
             f"expected {', '.join(CLAUSES)} or the end, found {self._spell_next()}{hint}"
         )
 
-    def _place(self) -> list[Predicate]:
+    def _membership(self) -> list[Predicate]:
         found: list[Predicate] = []
         if self._next.text in ("fwd", "bwd"):
-            found.append(must.InDirection(self._take().text))
+            found.append(InDirection(self._take().text))
         # After a direction a word may begin the next clause; else it is a module, ``in used``.
         begins_clause = bool(found) and self._next.text in CLAUSES
         if self._accept("bucket"):
             self._expect("(")
             fqns = self._until(")", lambda: self.word("a module"))
-            found.append(must.InBucket(tuple(fqns)))
+            found.append(InBucket(tuple(fqns)))
         elif self._next.kind in ("word", "string") and not begins_clause:
-            found.append(must.InModule(self._take().text))
+            found.append(InModule(self._take().text))
         if not found:
             raise CheckError(
                 f"expected fwd, bwd, a module or bucket(...), found {self._spell_next()}"
             )
         return found
 
-    def _type(self) -> must.HasType:
+    def _type(self) -> HasType:
         dtype: torch.dtype | None = None
         if self._next.kind == "word":
             name = self._take().text
@@ -226,7 +236,7 @@ class _Grammar:
         if dtype is None and shape is None:
             raise CheckError(f"expected a dtype or a shape, found {self._spell_next()}")
         strides = self._extents() if shape is not None else None
-        return must.HasType(dtype, shape, strides)
+        return HasType(dtype, shape, strides)
 
     def _extents(self) -> tuple[Extent, ...] | None:
         if not self._accept("["):

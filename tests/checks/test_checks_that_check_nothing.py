@@ -62,6 +62,7 @@ def error_of(gm, checks):
         ("then output(...)", "any graph has such nodes"),
         ("count 1 output", "any graph has such nodes"),
         ("then *", "any graph has such nodes"),
+        ("then '?*'", "any graph has such nodes"),
         ("next **(...) as first\nthen * as second\nsame *", "any graph has such nodes"),
         ("then * as first\nthen output(...)", "any graph has such nodes"),
         ("then output\nstart\nthen mm", "any graph has such nodes"),

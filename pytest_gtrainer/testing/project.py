@@ -25,7 +25,8 @@ class ToldByTest:
 
     Attributes:
         outcome: "passed", "failed" (in its call), "error" (in set-up or tear-down) or "skipped".
-            "failed" if the call and the tear-down fail.
+            "failed" if the call and the tear-down fail. Of a test that runs several times, a
+            failure counts more than a success.
         message: of the failure or skip, as pytest shows it; "" if the test passed. A failure of the
             call stands before that of the tear-down.
         world: as "ranks(2, gloo on cpu)"; "" without one.
@@ -109,9 +110,13 @@ def run_project(
             name = f"{case.get('classname', '')}::{case.get('name', '')}".strip(":")
             test = _read_test(case)
             # A test that fails and whose tear-down fails, too, has two entries, the call's first.
-            if name in tests and tests[name].outcome == "failed" and test.outcome == "error":
-                messages = tests[name].message, test.message
-                test = replace(tests[name], message=_IN_TEAR_DOWN.join(messages))
+            earlier = tests.get(name)
+            has_failed = earlier is not None and earlier.outcome in ("failed", "error")
+            if earlier is not None and earlier.outcome == "failed" and test.outcome == "error":
+                messages = earlier.message, test.message
+                test = replace(earlier, message=_IN_TEAR_DOWN.join(messages))
+            elif has_failed and test.outcome in ("passed", "skipped"):
+                continue  # it ran again, as under ``--dist=each``: one failure is a failure
             tests[name] = test
     return ProjectRun(done.returncode, done.stdout, tests)
 

@@ -126,3 +126,28 @@ def test_the_call_stands_before_the_tear_down(run_with_broken_teardown, name, ou
     places = [test.message.find(cause) for cause in causes]
     assert -1 not in places, test.message
     assert places == sorted(places)
+
+
+RUNS_TWICE = """
+def pytest_collection_modifyitems(items):
+    items += items[:]
+"""
+FAILS_FIRST = """
+runs = []
+
+def test_flaky():
+    runs.append(1)
+    assert len(runs) > 1
+
+def test_steady(): pass
+"""
+
+
+def test_of_a_test_that_runs_twice_a_failure_counts(tmp_path):
+    run = run_project(
+        tmp_path, files={"conftest.py": RUNS_TWICE, "test_it.py": FAILS_FIRST}, timeout=120
+    )
+    assert run.status == 1
+    assert run["test_flaky"].outcome == "failed"
+    assert "assert 1 > 1" in run["test_flaky"].message
+    assert run["test_steady"].outcome == "passed"

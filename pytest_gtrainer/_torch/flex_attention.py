@@ -49,7 +49,7 @@ ATTRIBUTES = {
 
 
 class _CallsOperator:
-    """Whether ``flex_attention`` calls its operator itself, without Dynamo, and nobody traces.
+    """The check whether ``flex_attention`` calls its operator itself, without Dynamo, untraced.
 
     True on threads other than the main one, where ranks of a simulated world run, and inside a
     dispatch mode, which Dynamo does not enter, unless that traces.

@@ -182,7 +182,7 @@ def assert_no_deadlock(
 
 
 class Calls(NamedTuple):
-    """What a rank calls in a graph.
+    """The calls of a rank in a graph.
 
     Attributes:
         schedule: its launches and waits.

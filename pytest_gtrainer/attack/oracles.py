@@ -47,7 +47,7 @@ _ERROR = re.compile(r"\b[A-Za-z_][\w.]*(?:Error|Exception|Failure|Difference|Mis
 
 @dataclass(frozen=True)
 class Failure:
-    """How a graph fails.
+    """The way in which a graph fails.
 
     Attributes:
         kind: a kind of equal, the class of an error, or the exit status of a command with the

@@ -74,7 +74,7 @@ Schedule = Sequence[Launch | Wait]
 
 @dataclass
 class _Rank:
-    """How far a rank is.
+    """The progress of a rank.
 
     Attributes:
         place: of the next step in the schedule.

@@ -237,7 +237,7 @@ def _waiting(phases: Entries) -> Iterator[Waiting]:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What one rank has recorded of one tensor or number.
+    """The record that one rank has of one tensor or number.
 
     Attributes:
         numbers: the number, the text, or the fingerprints, one or one for each row.

@@ -35,7 +35,7 @@ _LARGEST_KEY = (1 << 62) + (1 << 54)  # above what ``key_of_real`` gives for any
 
 @dataclass(frozen=True, slots=True)
 class Chances:
-    """What may have made results of a run equal by chance.
+    """The ways in which results of a run may be equal by chance.
 
     Attributes:
         decides: elements were compared or sorted.

@@ -262,7 +262,7 @@ def magnitude(numbers: Tensor) -> float:
 
 
 def _largest(numbers: Tensor) -> float:
-    """Return the largest size. Infinite is more than any number; NaN, which is compared apart, 0."""
+    """Return the largest size, where an infinity is more than any number, and NaN nothing."""
     return float(numbers.nan_to_num(nan=0.0).abs().max()) if numbers.numel() else 0.0
 
 

@@ -273,7 +273,7 @@ def prove_programs(
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """Whether two programs are equal in one kind.
+    """The answer whether two programs are equal in one kind.
 
     Attributes:
         runs: of both programs; if they differ, those of the first attempt.

@@ -38,7 +38,7 @@ class _RunsAsAWhole(Exception):
 
 
 class _Call(NamedTuple):
-    """What a node calls, apart from the values that it is given.
+    """The call of a node, apart from the values that it is given.
 
     Attributes:
         settings: a number for the operator and all its arguments, with ``fx.Node`` in place of each

@@ -255,7 +255,7 @@ def _without_guards(gm: fx.GraphModule) -> fx.GraphModule:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What one side gives on one rank.
+    """The results of one side on one rank.
 
     Attributes:
         results: copies of tensors and numbers, by their order.

@@ -398,7 +398,7 @@ def _judge(
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """What a side has made; ``memory`` and ``made`` say where its own tensors lie.
+    """A finished run of one side; ``memory`` and ``made`` say where its own tensors lie.
 
     ``layouts`` has one for each rank that ran here, None where a rank noted none.
     """

@@ -1,4 +1,4 @@
-"""How much the batches of all data coordinates count in one gradient.
+"""The weights with which the batches of all data coordinates count in one gradient.
 
 The gradient of a step is a sum of those of the batches, each times a number. In exact arithmetic
 these numbers are the solution of linear equations, one for each element of the gradient.

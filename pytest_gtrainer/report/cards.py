@@ -19,7 +19,7 @@ _COLUMNS = ("proofs", "bits", "goldens", "rules")
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What a person reads of a failed test before opening it.
+    """The part of a failed test that a person reads before opening it.
 
     Attributes:
         kind: which kind of failure it is: the outcome of the check that failed, as "another

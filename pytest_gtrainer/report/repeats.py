@@ -38,7 +38,7 @@ class Repeats:
 
     @property
     def is_between(self) -> bool:
-        """Whether no repetition runs: a hook around a test is then around all repetitions."""
+        """True if no repetition runs: a hook around a test is then around all repetitions."""
         return self._running is None
 
     @pytest.hookimpl(tryfirst=True)

@@ -174,10 +174,8 @@ def test_hyperbolic_functions_are_made_of_exponentials(name):
 
 def test_narrow_dtypes_round_a_hyperbolic_function_once():
     for function in (torch.tanh, torch.expm1):
-        assert kind(lambda x: wide(function)(x.bfloat16()), lambda x: function(x.bfloat16())) in (  # noqa: B023
-            "other kernels",
-            "reordered",
-        )
+        sides = [lambda x, f=each: f(x.bfloat16()) for each in (wide(function), function)]
+        assert kind(*sides) in ("other kernels", "reordered")
 
 
 def entropy_of_squashed(x, two=2):
@@ -185,7 +183,7 @@ def entropy_of_squashed(x, two=2):
 
 
 def test_the_logarithm_of_a_constant_is_one():
-    """Of actions that tanh squashes; for large numbers float64 has no digits of the first form."""
+    """Actions that tanh squashes: for large numbers float64 has no digits of the first form."""
     assert kind(lambda x: (1 - torch.tanh(x) ** 2).log(), entropy_of_squashed) == "rounds elsewhere"
     other = kind(lambda x: (1 - torch.tanh(x) ** 2).log(), lambda x: entropy_of_squashed(-x) + 1)
     assert other == "another function"

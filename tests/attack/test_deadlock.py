@@ -49,7 +49,7 @@ def message(sender, receiver, kind):
 
 @st.composite
 def right_programs(draw):
-    """What all ranks start in one order, each with waits at places of its own."""
+    """Programs whose ranks start everything in one order, each with waits at places of its own."""
     size = draw(st.integers(2, 5))
     dice = random.Random(draw(st.integers(0, 2**16)))
     schedules = {rank: [] for rank in range(size)}
@@ -559,7 +559,7 @@ def exchange_rows(sent, received, columns=3):
 
 
 def exchange_in_place(sent, received):
-    """As ``dist.all_to_all`` traces: a list of tensors to send, and one to receive into."""
+    """An exchange as ``dist.all_to_all`` traces it: lists of tensors to send and to receive into."""
 
     def add(graph, x):
         lists = []
@@ -595,7 +595,7 @@ def test_splits_of_an_all_to_all_have_to_fit(make, first):
 
 
 def test_rows_of_an_all_to_all_have_to_be_equally_long():
-    """As many rows are sent as expected, and they are of other lengths."""
+    """The number of rows is right, their lengths are not."""
     graphs = {0: exchange_rows([1, 3], [1, 2]), 1: exchange_rows([2, 4], [3, 4], columns=4)}
     with pytest.raises(Deadlock, match=r"sends 9 elements to rank 1 .* rank 1 expects 12"):
         assert_no_deadlock(graphs, groups=EXCHANGES)
@@ -709,7 +709,7 @@ def test_what_is_started_inside_is_waited_for_outside():
 
 
 def test_what_may_run_inside_of_a_node_is_refused():
-    """Which branch runs no graph shows."""
+    """No graph shows which branch runs."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     bodies = [graph.get_attr("inner0"), graph.get_attr("inner1")]

@@ -1,4 +1,4 @@
-"""What ``fuzz`` has found in torch's own passes, in plain torch; docs/conformance.md lists it.
+"""Mistakes of torch's own passes that ``fuzz`` has found; docs/conformance.md lists them.
 
 Each test holds as long as torch has the mistake.
 """

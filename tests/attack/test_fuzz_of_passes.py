@@ -1,4 +1,6 @@
-"""Generated graphs are right, of all kinds; ``fuzz`` finds mistakes of passes and blames no right one."""
+"""Generated graphs are right, of all kinds; ``fuzz`` finds mistakes of passes and blames no right
+one.
+"""
 
 import copy
 import signal
@@ -388,7 +390,7 @@ def test_files_of_earlier_runs_stay(tmp_path):
 def test_more_than_half_of_the_graphs_have_to_be_judged(
     tmp_path, capsys, monkeypatch, changed, refused, unknown, status
 ):
-    """Of those that the pass changes, fewer are judged if no proof can."""
+    """Without proofs fewer of the changed graphs are judged."""
 
     def run(self, *how):
         self.tried, self.changed = 9, changed
@@ -402,7 +404,7 @@ def test_more_than_half_of_the_graphs_have_to_be_judged(
 
 
 def test_each_failure_counts_once(tmp_path):
-    """By its kind and operators: a second graph of them is no second failure."""
+    """Failures count by kind and operators: a second graph of the same is no second failure."""
     notes = []
     fuzzer = Fuzzer(second_pass, "second_pass", "identical", 0, tmp_path, notes.append)
     graphs = {}

@@ -1,4 +1,4 @@
-"""Queues of communicators: who waits for whom, in whole sentences, and schedules that cannot stop."""
+"""Queues of communicators: who waits for whom, in sentences, and schedules that cannot stop."""
 
 import itertools
 

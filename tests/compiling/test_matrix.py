@@ -36,7 +36,7 @@ CELLS = [
     for model in MODELS
     for wrapping in WRAPPINGS
 ]
-# Each wrapping and each model: all pairs have one text on the first and the last of eight fake ranks.
+# Each wrapping and each model. All pairs have one text on the first and last of eight fake ranks.
 PAIRS = [("gpt2", "tp"), ("qwen3", "data_parallel"), ("llama3", "ddp")]
 GLOO_CELLS = [
     pytest.param(

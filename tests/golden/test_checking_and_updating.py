@@ -149,7 +149,7 @@ def test_workers_update_at_the_same_time(run, goldens):
 
 
 def test_a_test_that_only_uses_texts_does_not_import_torch(pytester: pytest.Pytester):
-    """In a process of its own: those of ``run`` have imported torch before."""
+    """The run has a process of its own: those of ``run`` have imported torch before."""
     probe = "\ndef test_b():\n    import sys\n    assert 'torch' not in sys.modules"
     pytester.makepyfile(test_it=ONE + probe)
     pytester.runpytest_subprocess("--gt-update-goldens").assert_outcomes(passed=2)

@@ -164,7 +164,7 @@ SPELLINGS = [{1: 0.5}, {"1": 0.5}, {"'1'": 0.5}, {"NaN": 1, -2: 0}, {"x": NAN}, 
 
 @pytest.mark.parametrize("numbers", SPELLINGS, ids=str)
 def test_keys_keep_their_quotes_when_a_golden_is_updated(numbers):
-    """Of the entry that is replaced, and of the others."""
+    """Keys of the entry that is replaced, and of the others."""
     fields = {"test": "a"}
     plain = values.plain(numbers)
     entries = [values.Entry({"threads": threads}, plain) for threads in (1, 2)]

@@ -384,7 +384,7 @@ def test_a_folder_of_locks_that_is_a_link_is_one_sentence(tmp_path, monkeypatch,
 def test_one_file_by_two_names_is_not_written_with_two_texts(
     run_here, put_goldens, pytester, texts
 ):
-    """The second test would take the golden of the first: the run was green, and the next one red."""
+    """The second test would take the golden of the first: one run green, the next one red."""
     put_goldens("test_it/test_b.txt")
     link = pytester.path / "golden/test_it/test_a.txt"
     link.symlink_to("test_b.txt")

@@ -61,7 +61,7 @@ class TestEqual:
 
     @pytest.mark.parametrize("nothing", [None, [], {}, ()], ids=repr)
     def test_nothing_has_a_place_too(self, nothing):
-        """What returns None in a place is no function that returns less."""
+        """A function that returns None in a place does not return less."""
         one, less = [torch.ones(1), nothing], [torch.ones(1)]
         words = "not the same structure: only {} has a place for a tensor at [1]"
         assert words.format("actual") in str(compare(one, less))

@@ -1,4 +1,4 @@
-"""FlexAttention without a GPU: forward and backward by its dense formula, in numbers and in proofs."""
+"""FlexAttention without a GPU: forward and backward by its dense formula, in numbers and proofs."""
 
 from concurrent.futures import ThreadPoolExecutor
 

@@ -285,7 +285,7 @@ def test_expanded_inputs_and_booleans():
     [((2, 3), (0, 1)), ((2, 3), (1, 0)), ((3, 2), (1, 1)), ((2, 2), (0, 0)), ((2, 3), (0, 5))],
 )
 def test_inputs_whose_elements_share_memory_get_numbers(shape, strides):
-    """As an expanded tensor, or windows of one."""
+    """An expanded tensor, or windows of one, has such elements."""
     x = torch.randn(20).as_strided(shape, strides)
     gm = graph_of(lambda x: x.sin(), x)
     assert_same_values(gm, graph_of(lambda x: x.sin(), x), "sin")

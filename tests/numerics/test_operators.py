@@ -277,7 +277,7 @@ def test_calls_without_a_tensor_of_values_have_no_place():
 
 @pytest.mark.parametrize("last", [torch.sigmoid, lambda x: x.relu() * 2, lambda x: x])
 def test_operators_without_a_counterpart_leave_it_unverified(last):
-    """What the last operator makes is compared with nothing."""
+    """The result of the last operator is compared with nothing."""
     captures = []
     for end in (last, torch.relu, torch.relu):
         net = Net()
@@ -290,7 +290,7 @@ def test_operators_without_a_counterpart_leave_it_unverified(last):
 
 
 def test_a_capture_against_itself_compares_nothing():
-    """As a record against itself: there are no two runs."""
+    """There are no two runs, as in a record against itself."""
     own = eager(Net())
     verdict = compare_operators(own, own)
     assert verdict.outcome == "unverified"

@@ -1,4 +1,4 @@
-"""What ``record`` and ``compare`` make of a script and its end: statuses and sentences."""
+"""``record`` and ``compare`` report how a script ends: statuses and sentences."""
 
 import argparse
 import os

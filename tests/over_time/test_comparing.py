@@ -125,9 +125,9 @@ def test_another_model_and_names_on_one_side(records, tmp_path, capsys):
     other = edited(records / "a", tmp_path / "b", renamed)
     status, printed = compare(capsys, records / "a", other)
     assert status == 2
-    assert (
-        printed
-        == "the records are of different models: no name of a tensor is in both, 0.weight in A and first.weight in B\n"
+    assert printed == (
+        "the records are of different models: no name of a tensor is in both, 0.weight in A and "
+        "first.weight in B\n"
     )
 
 
@@ -482,7 +482,7 @@ def test_files_beside_those_of_ranks(records, tmp_path, capsys):
 
 
 def test_an_option_that_chooses_an_implementation_is_said(records, tmp_path, capsys):
-    """What it computes is compared; a rate that differs is a difference."""
+    """Its results are compared; a rate that differs is a difference."""
 
     def fused(entries):
         entries["param_groups.0.fused"] = True
@@ -561,7 +561,7 @@ def test_all_differences_are_listed_on_request(tmp_path, capsys):
 
 
 def held(*numbers, part=None):
-    """What each rank has recorded of one tensor."""
+    """Return the entries that each rank has recorded of one tensor."""
     return {rank: [Entry((number,), "f32", (2,), part)] for rank, number in enumerate(numbers)}
 
 

@@ -1,4 +1,4 @@
-"""What a tensor or number becomes in the file of a record, and what is read of it."""
+"""Tensors and numbers in the file of a record: written, and read back."""
 
 import hypothesis
 import hypothesis.strategies as st

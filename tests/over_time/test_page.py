@@ -33,7 +33,7 @@ def comparison(**fields):
 
 
 def body(result):
-    """What the page shows, a line for each element."""
+    """Return the text of the page, a line for each element."""
     text = page_of(result)
     title = re.search("<title>(.*)</title>", text)[1]
     main = text.partition("<header>")[2].partition("</main>")[0]

@@ -127,7 +127,7 @@ VALUES = [
 
 @pytest.mark.parametrize("place", range(len(VALUES)))
 def test_values_are_equal_to_their_copy_alone(place):
-    """By type, shape, dtype and bits: also an empty state against one that is filled."""
+    """Type, shape, dtype and bits count: also of an empty state against one that is filled."""
     own = Piece(VALUES[place], print)
     equal = [
         other

@@ -117,7 +117,7 @@ def record_average(folder, *, decay=0.9, mode="a", factor=1.0):
 
 
 def test_weights_that_no_optimiser_has_are_recorded_after_each_step(tmp_path):
-    """Z1: an average inside of the model; the first optimiser step comes before its first update."""
+    """Z1: an average inside the model; the first optimiser step comes before its first update."""
     first = record_average(tmp_path / "a")
     assert compare_runs(first, record_average(tmp_path / "same")).status == 0
     other = compare_runs(first, record_average(tmp_path / "b", decay=0.5))

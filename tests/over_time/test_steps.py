@@ -1,4 +1,4 @@
-"""Which steps of a run are recorded, under which numbers, and with which phases and names."""
+"""The steps of a run that are recorded: their numbers, phases and names."""
 
 import copy
 import sys

@@ -1,4 +1,4 @@
-"""Run ``examples/trainer`` in this process, copied and with a mistake planted, under the commands."""
+"""Run ``examples/trainer`` in this process, copied, with a mistake planted, under the commands."""
 
 import sys
 from pathlib import Path

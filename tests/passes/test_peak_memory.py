@@ -718,7 +718,7 @@ def traced_on_cuda(function):
 
 @pytest.mark.parametrize("function", [offloads, keeps, offloads_in_a_branch])
 def test_the_bytes_of_all_devices_are_those_of_the_graph(function):
-    """What every device holds at a node is what the graph holds there."""
+    """All devices together hold at a node the bytes that the graph holds there."""
     gm = traced_on_cuda(function)
     devices = peak_memory(gm).by_device
     curves = [peak_memory(gm, device=device).curve for device in devices]

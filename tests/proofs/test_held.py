@@ -1,4 +1,4 @@
-"""What a function holds, whatever holds it: a write is a result, put back; a module is refused."""
+"""Tensors that a function holds: a write is a result, and put back; a module is refused."""
 
 import argparse
 import functools
@@ -114,7 +114,7 @@ def test_what_is_written_to_a_held_tensor_is_a_result_and_is_put_back(holder):
 
 
 def test_what_a_forward_writes_to_a_global_is_a_result_and_is_put_back():
-    """Of a module that is proven, and of a part of it."""
+    """A module that is proven writes, or a part of it."""
     x = torch.randn(3)
     for module in (Reads(), nn.Sequential(Reads())):
         assert prove(module, lambda x: x * 2, inputs=(x,)).kind == "another function"

@@ -119,7 +119,7 @@ def test_an_input_that_nobody_can_make_up_is_refused(function, inputs, complaint
 
 
 def test_an_input_that_no_operator_reads_needs_no_value():
-    """As the mesh of a DTensor, which graphs of torchtitan take and return."""
+    """The mesh of a DTensor is such an input: graphs of torchtitan take and return it."""
 
     graphs = []
     for factor in (2, 2, 3):
@@ -564,7 +564,7 @@ def test_exported_programs_hold_their_tensors(kind, decomposed):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_what_a_graph_takes_of_its_model_is_named_in_a_proof():
-    """Of an exported graph, of Dynamo's, and of an exported program with gradients."""
+    """An exported graph, one of Dynamo, and an exported program with gradients take such."""
     from torch.export.experimental import _export_forward_backward
 
     made = []

@@ -280,7 +280,7 @@ def test_attention_is_what_its_formula_says(is_causal):
 
 @pytest.mark.parametrize("reads_own", [False, True])
 def test_the_backward_of_attention_reads_what_the_whole_row_is(reads_own):
-    """Of a part of the keys it got the gradients of an attention to that part, whatever it read."""
+    """With a part of the keys it got the gradients of attention to that part, whatever it read."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     go_back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     q, k, v = (each[None] for each in QKV)

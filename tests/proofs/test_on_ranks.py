@@ -367,7 +367,7 @@ ON_ONE_RANK = {
 @pytest.mark.gt_world("ranks", size=2)
 @pytest.mark.parametrize("name", ON_ONE_RANK)
 def test_all_ranks_make_the_attempts_that_one_rank_needs(name, gt_world):
-    """What decides over further runs is there on the last rank alone; the first one goes along."""
+    """The last rank alone has the reason for further runs; the first one goes along."""
     operator, kind = ON_ONE_RANK[name]
 
     def graph(is_wrong):

@@ -1,4 +1,4 @@
-"""Of two large graphs only what they do not share has to run."""
+"""Two large graphs: only the parts that they do not share have to run."""
 
 import gc
 

@@ -615,7 +615,7 @@ def test_every_decision_goes_both_ways(name, count):
 
 @pytest.mark.parametrize("place", [49, 210, 218])
 def test_one_comparison_of_two_numbers_does_not_agree_by_chance(place):
-    """In the first run and in those of ``ORDERS``, ``y`` is the larger one at these places."""
+    """``y`` is the larger one at these places in the first run and in those of ``ORDERS``."""
     x, y = torch.randn(400), torch.randn(400)
     larger = kind_of(
         lambda x, y: torch.maximum(x[place], y[place]), lambda x, y: y[place] + 0, x, y
@@ -634,7 +634,7 @@ def test_roots_of_one_number_at_many_places_do_not_agree_by_chance(place, sign):
 
 @pytest.mark.parametrize("function", [torch.maximum, torch.minimum])
 def test_the_larger_of_two_zeros_depends_on_their_order(function):
-    """Of 0.0 and -0.0 it is the one at the first place, or at the second."""
+    """It is 0.0 or -0.0, whichever stands at the first place, or at the second."""
     assert kind_of(function, lambda x, y: function(y, x), X, Y)[0] == "other kernels"
 
 

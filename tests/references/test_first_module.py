@@ -129,7 +129,7 @@ def test_the_first_module_in_one_process():
 
 
 class Between(nn.Module):
-    """What differs is a function between two modules."""
+    """A model with a function between two modules, in which sides differ."""
 
     def __init__(self, function):
         super().__init__()

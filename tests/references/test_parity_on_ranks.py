@@ -92,7 +92,7 @@ def training(gt_mesh):
 
 @FOUR
 def test_a_step_adds_the_gradients_of_several_batches(training, gt_world):
-    """Steps 0 and 1 take batches 0 to 3; the sum is that of the two batches, one after the other."""
+    """Steps 0 and 1 take batches 0 to 3; the sum is that of two batches, one after the other."""
     parity = assert_parity(training(accumulate=2, steps=2, max_norm=1e-3), gt_world)
     losses = [(key.step, key.name) for key in parity.graph.select(phase="loss")]
     assert losses == [(0, "batch 0"), (0, "batch 1"), (1, "batch 2"), (1, "batch 3")]

@@ -1,7 +1,7 @@
 """Torch's own ring attention computes the attention to the whole sequence.
 
-``context_parallel`` refuses the kernel of the CPU, as no sharding strategy is registered for it. Its
-ring takes any kernel: so here it is called with this one.
+``context_parallel`` refuses the kernel of the CPU, as no sharding strategy is registered for it.
+Its ring takes any kernel: so here it is called with this one.
 """
 
 from functools import partial

@@ -346,7 +346,7 @@ class MaskedAttention(nn.Module):
 @pytest.mark.parametrize("scale", [1, 3])
 @pytest.mark.parametrize("in_loss", [True, False], ids=["loss", "gradients alone"])
 def test_elements_that_are_nan_prove_nothing(scale, in_loss):
-    """Which infinity -inf times a learned number is nobody knows, and all NaN are equal."""
+    """Nobody knows which infinity -inf times a learned number is, and all NaN are equal."""
 
     def masked_step(model, x):
         found = model(x)

@@ -1,4 +1,4 @@
-"""Planted mistakes in parallel models are told, with the module; right models of any size are not."""
+"""Planted mistakes in parallel models are found, with the module; right models are not blamed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How much each batch counts in a gradient is found from the elements alone."""
+"""The weight of each batch in a gradient is found from the elements alone."""
 
 from fractions import Fraction
 

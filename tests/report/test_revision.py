@@ -437,7 +437,7 @@ def test_the_run_there_has_the_arguments_of_here_and_its_files_elsewhere(
 def test_a_revision_is_looked_up_in_the_repository_of_the_run(
     repository, pytester, monkeypatch, name
 ):
-    """In a hook, git names the repository and the index that it works on in the environment."""
+    """Git names the repository and the index of a hook in the environment."""
     monkeypatch.chdir(repository)
     config = pytester.parseconfig(f"--rootdir={repository}")
     first = git(repository, "rev-parse", "HEAD")

@@ -346,7 +346,7 @@ def test_a_cache_that_the_forward_keeps_is_put_back(trace):
 
 
 class Cache:
-    """As caches of ``transformers``: an object with lists of tensors."""
+    """A cache as those of ``transformers``: an object with lists of tensors."""
 
     def __init__(self):
         self.layers, self.length = [[]], 0

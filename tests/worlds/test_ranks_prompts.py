@@ -80,7 +80,7 @@ def act_until(run: Any, clock: Clock, end: float) -> None:
 def test_a_rank_that_goes_on_has_the_time_that_it_had(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, before: str
 ) -> None:
-    """Rank 0 has failed, ranks 1 and 2 compute; rank 1 is at a prompt for longer than their time."""
+    """Rank 0 has failed, ranks 1 and 2 compute; rank 1 is at a prompt for longer than they may."""
     run, ended = run_of(monkeypatch, clock, wire.PromptOver())
     run.take({0: wire.Raised(clock.now, "E", False, None, None)})
     run.take({0: DONE})

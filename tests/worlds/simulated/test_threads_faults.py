@@ -626,7 +626,7 @@ def test_a_group_that_some_ranks_do_not_make(absent, member, times):
 @pytest.mark.parametrize("leaving", [[0], [3], [0, 1, 2]])
 @pytest.mark.parametrize("members", [[0, 1, 2, 3], None])
 def test_a_group_that_some_ranks_destroy(leaving, members):
-    """Of all ranks, also the default one."""
+    """A group of all ranks, also the default one."""
 
     def destroys(rank):
         group = dist.new_group(members) if members else None
@@ -642,7 +642,7 @@ def test_a_group_that_some_ranks_destroy(leaving, members):
 
 @pytest.mark.parametrize("call", ["allreduce", "broadcast", "barrier", "send", "recv"])
 def test_a_group_that_was_destroyed_is_used(call):
-    """By its own methods, as DDP uses it; torch's functions refuse it themselves."""
+    """Its own methods are called, as by DDP; torch's functions refuse it themselves."""
 
     def uses(rank):
         group = dist.new_group([0, 1, 2, 3])

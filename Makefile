@@ -10,7 +10,7 @@ BENCHMARKS := digest records operators simulated graphtext graphdiff threads chu
 # Tests start hundreds of processes: each would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test check gpu test-torch test-oldest-pytest test-transformers bench mutants docs dist lint env clean
+.PHONY: run test check gpu test-torch test-oldest-pytest test-torchtitan test-transformers bench mutants docs dist lint env
 
 run: env          ## the main job on one small model: goldens, bits on 8 ranks, a proof, two planted mistakes; a page
 	mkdir -p build
@@ -102,6 +102,3 @@ env: .venv/installed
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --upgrade \
 		--target .venv/beside pytest-timeout pytest-randomly tlparse
 	touch $@
-
-clean:
-	rm -rf .venv build dist *.egg-info

@@ -313,7 +313,10 @@ def test_a_parallel_model_that_changes_the_reference_is_refused(monkeypatch):
         assert_same_model(patched, make_model, step, batch)
 
 
-def test_what_no_mode_sees_is_unknown():
+@pytest.mark.parametrize("factor", [100, float("nan"), float("inf")])
+def test_what_no_mode_sees_is_unknown(factor):
+    """A loss that is not finite is apart from one that is."""
+
     def doubles_in_numpy():
         model = make_model()
         model.blocks[0].register_forward_hook(lambda module, args, y: double(y))
@@ -321,7 +324,7 @@ def test_what_no_mode_sees_is_unknown():
 
     def double(y):
         array = y.detach().numpy()
-        array *= 100
+        array *= factor
         return y
 
     with pytest.raises(AnotherFunction, match=r"nobody knows.*\n.*the real loss on rank 0 is"):

@@ -23,7 +23,7 @@ MOST = 3  # sentences of one difference; the rest is counted
 _MOST_GRAPHS = 20  # pairs of graphs described in words; large graphs take seconds each
 BAD = frozenset({"failed", "error"})
 _KEYS = frozenset({"name", "outcome", "comparisons", "pipelines"})
-_NEW_KEYS = frozenset({"claims", "seconds", "imported", "checks", "kinds"})
+_NEW_KEYS = frozenset({"claims", "seconds", "imported", "checks", "kinds", "verdicts"})
 """Keys that pages of older versions do not have."""
 _HEADS = ("--- ", "+++ ", "@@ ", "in this environment (")
 _SLOWER, _SECONDS = 2.0, 0.5
@@ -178,6 +178,8 @@ class Earlier:
         if "checks" in then:
             unpaired += _compare_checks(then["checks"], details["checks"])
             numbers += _compare_kinds(then["kinds"], details["kinds"])
+        if "verdicts" in then:
+            numbers += _compare_verdicts(then["verdicts"], details["verdicts"])
         self.counts["with other numbers"] += bool(numbers or claims["numbers"])
         self.counts["with another graph"] += bool(graphs or claims["graph"])
         self.counts["with another layout"] += bool(layouts)
@@ -392,6 +394,14 @@ def _compare_kinds(then: Sequence[str], now: Sequence[str]) -> list[str]:
     for old, new in zip(then, now, strict=False):
         if old != new:
             return [f"in exact arithmetic {old} then, {new} now"]
+    return []
+
+
+def _compare_verdicts(then: Sequence[list[str]], now: Sequence[list[str]]) -> list[str]:
+    """Return a sentence for the first verdict that is another one, such as the kind of a proof."""
+    for (what, old), (of, new) in zip(then, now, strict=False):
+        if what == of and old != new:
+            return [f"{what or 'a verdict'}: {old} then, {new} now"]
     return []
 
 

@@ -163,6 +163,11 @@ def build_details(test: Test, earlier: Earlier | None = None) -> dict[str, Any]:
         "said": _describe_checks(test),
         "checks": [fact["name"] for fact in test.facts if fact["kind"] == "check"],
         "kinds": [fact["outcome"] for fact in test.facts if fact["kind"] == "kind"],
+        "verdicts": [
+            [fact.get("what", ""), fact["outcome"]]
+            for fact in test.facts
+            if fact["kind"] == "verdict"
+        ],
         "claims": [{name: fact[name] for name in ("name", "of", "key")} for fact in claimed],
         "seconds": sum(report.duration for report in test.reports),
         "imported": imported,

@@ -143,8 +143,10 @@ def _same_random_states() -> Iterator[None]:
 
 
 def has_records(test: Test) -> bool:
-    """Return whether a test recorded numbers, graphs, layouts or goldens."""
-    return any(test.find(kind) for kind in ("comparison", "pass", "layout", "golden_text"))
+    """Return whether a test recorded numbers, graphs, layouts, goldens or verdicts."""
+    kinds = ("comparison", "pass", "layout", "golden_text")
+    is_judged = any(fact["kind"] == "verdict" for fact in test.facts)
+    return is_judged or any(test.find(kind) for kind in kinds)
 
 
 def describe_differences(tests: Sequence[Test]) -> list[str]:

@@ -292,12 +292,15 @@ def test_a_check_that_a_passing_test_no_longer_calls_is_a_change():
     then = {"outcome": "passed", "comparisons": [], "pipelines": []}
     then |= {"checks": ["assert_graph", "assert_invariant", "assert_graph"]}
     then |= {"kinds": ["identical", "identical"]}
+    then |= {"verdicts": [["proof", "identical"], ["", "equal"], ["model", "reordered"]]}
     now = then | {"checks": ["assert_graph"], "kinds": ["identical", "reordered"]}
+    now |= {"verdicts": [["proof", "identical"], ["", "different as required"], ["sum", "equal"]]}
     test = SimpleNamespace(name="test_it", outcome="passed")
     earlier = changes.Earlier(Path("one.html"), {"test_it": then}, {})
     found = earlier.compare(test, now, {})
     assert found["lines"] == [
-        "in exact arithmetic identical then, reordered now",
+        "in exact arithmetic identical then, reordered now; "
+        "a verdict: equal then, different as required now",
         "assert_graph: called 1 times, 2 then; assert_invariant: no longer called",
     ]
     assert found["moved"]
@@ -309,7 +312,8 @@ def test_a_check_that_a_passing_test_no_longer_calls_is_a_change():
     ]
     bad = SimpleNamespace(name="test_it", outcome="failed")
     ended = changes.Earlier(Path("one.html"), {"test_it": then | {"outcome": "failed"}}, {})
-    assert ended.compare(bad, now | {"kinds": ["identical"]}, {})["lines"] == []
+    shorter = {"kinds": ["identical"], "verdicts": [["proof", "identical"]]}
+    assert ended.compare(bad, now | shorter, {})["lines"] == []
     old = {name: then[name] for name in ("outcome", "comparisons", "pipelines")}
     assert (
         changes.Earlier(Path("one.html"), {"test_it": old}, {}).compare(test, now, {})["lines"]

@@ -90,6 +90,31 @@ def test_what_repetitions_claim_for_a_golden_is_compared(kind):
     assert line.startswith("repetition 3 against 1: g.txt: ")
 
 
+def proving(*outcomes):
+    """A test that these proofs, the last one of stages, have passed."""
+    test = Collected("a.py::t")
+    report = pytest.TestReport("a.py::t", ("a.py", 0, "t"), {}, "passed", None, "call")
+    report.gt_facts = []
+    for place, outcome in enumerate(outcomes, 1):
+        what = "stages of torch.compile" if place == len(outcomes) else "proof"
+        report.gt_facts.append({"kind": "verdict", "outcome": outcome, "tensors": 1, "what": what})
+    test.add(report)
+    return test
+
+
+@pytest.mark.parametrize(("place", "what"), [(0, "proof"), (1, "proof"), (2, "stages of")])
+def test_proofs_of_another_kind_differ(place, what):
+    """Both hold, and the same program found them."""
+    weaker = ["identical"] * 3
+    weaker[place] = "reordered"
+    tests = [proving(*["identical"] * 3), proving(*["identical"] * 3), proving(*weaker)]
+    assert has_records(tests[0])
+    assert not describe_differences(tests[:2])
+    (line,) = describe_differences(tests)
+    assert line.startswith(f"repetition 3 against 1: {what}")
+    assert line.endswith(": identical then, reordered now")
+
+
 @pytest.mark.second_tier
 @pytest.mark.parametrize("accepts", ["--gt-update-goldens", "--gt-create-goldens"])
 def test_a_golden_that_each_repetition_writes_anew_fails(tmp_path, accepts):

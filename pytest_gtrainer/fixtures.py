@@ -56,7 +56,16 @@ def _world_of(spec: WorldSpec | None, request: pytest.FixtureRequest) -> Iterato
 def gt_world(request: pytest.FixtureRequest) -> Iterator[World]:
     """The process groups that the test's ``gt_world`` marker asks for."""
     spec = spec_of(request.node)
-    shared = [world for other, world in request.config.stash.get(SHARED, []) if other == spec]
+    live = request.config.stash.get(SHARED, [])
+    shared = [world for other, world in live if other == spec]
+    if live and not shared and spec is not None and spec.kind != "ranks":
+        other = live[-1][1]
+        pytest.fail(
+            f"{request.node.name} is marked {spec.kind}({spec.size}), while the world of its module "
+            f"or class, {other.kind}({other.size}), is set up for wider fixtures: leave out the "
+            "test's own marker, or move it out of there",
+            pytrace=False,
+        )
     with nullcontext(shared[0]) if shared else _world_of(spec, request) as world:
         facts.emit(
             "world", world=world.kind, size=world.size, device=world.device, backend=world.backend

@@ -140,3 +140,30 @@ def test_fake_worlds_are_shared_too(suite):
     run = suite.run()
     assert {run.outcome(name) for name in run.reports} == {"passed"}, run.output
     assert "worlds    3 tests in fake(6" in run.output
+
+
+@pytest.mark.parametrize("kind", ["fake", "simulated"])
+@pytest.mark.parametrize("fixture", ["gt_world", "gt_mesh", ""])
+def test_one_process_has_no_second_world_beside_a_shared_one(suite, kind, fixture):
+    """The tests beside it hold, and the next class has a world of its own size."""
+    suite.write(
+        "test_it.py",
+        f"""
+        import pytest
+        @pytest.mark.gt_world("{kind}", size=2)
+        class TestTwo:
+            def test_before(self, gt_class_mesh): assert gt_class_mesh.size() == 2
+            @pytest.mark.gt_world("fake", size=4)
+            def test_other(self, {fixture}): raise SystemExit
+            def test_after(self, gt_class_mesh, gt_mesh): assert gt_mesh.size() == 2
+        class TestNext:
+            @pytest.mark.gt_world("fake", size=4)
+            def test_alone(self, gt_world): assert gt_world.size == 4
+        """,
+    )
+    run = suite.run()
+    outcomes = {name: run.outcome(name) for name in run.reports}
+    assert outcomes.pop("test_other") == "error"
+    assert list(outcomes.values()) == ["passed"] * 3, run.output
+    said = " ".join(run.text("test_other").split())
+    assert f"marked fake(4), while the world of its module or class, {kind}(2), is set up" in said

@@ -12,7 +12,7 @@ from pytest_gtrainer import facts
 from pytest_gtrainer.compiling.proving import CompileProof, StageProof, prove_stages
 from pytest_gtrainer.facts import FailedCheck, counted
 from pytest_gtrainer.proofs.proof import AnotherFunction
-from pytest_gtrainer.proofs.prove import check_kind
+from pytest_gtrainer.proofs.prove import check_kind, emit_assumptions
 from pytest_gtrainer.worlds.simulate import AnyWorld
 
 STAGES = {
@@ -341,6 +341,7 @@ class CompileRecord:
         weakest = found.weakest
         compared = sum(each.proof.compared for each in found.stages)
         facts.emit("verdict", outcome=found.kind, tensors=compared, what="stages of torch.compile")
+        emit_assumptions(*[stage.proof for stage in found.stages])
         if not weakest.proof.is_at_least(at_least):
             raise AnotherFunction(f"expected at least {at_least!r}\n{weakest}", weakest.proof)
         return found

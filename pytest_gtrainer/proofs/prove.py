@@ -885,7 +885,13 @@ def find_origin(
 def emit_proof(proof: Proof) -> None:
     """Note a proof for the summary, with what it takes on trust."""
     facts.emit("verdict", outcome=proof.kind, tensors=proof.compared, what="proof")
-    for assumption in proof.assumes if proof.kind in KINDS else ():
+    emit_assumptions(proof)
+
+
+def emit_assumptions(*proofs: Proof) -> None:
+    """Note for the summary what proofs that hold take on trust, each assumption once."""
+    holding = [proof for proof in proofs if proof.kind in KINDS]
+    for assumption in dict.fromkeys(each for proof in holding for each in proof.assumes):
         if is_unchecked(assumption):
             facts.emit("assumed", what=assumption)
 

@@ -47,7 +47,7 @@ from pytest_gtrainer.proofs.in_numbers import (
 )
 from pytest_gtrainer.proofs.on_ranks import exchange_on_ranks
 from pytest_gtrainer.proofs.proof import AnotherFunction, FirstDifference, Kind, Proof
-from pytest_gtrainer.proofs.prove import common_factor
+from pytest_gtrainer.proofs.prove import common_factor, emit_assumptions
 from pytest_gtrainer.references.first_module import first_module
 from pytest_gtrainer.references.sides import (
     Batch,
@@ -161,6 +161,7 @@ def assert_same_model(
     if idle:
         outcome += f" (nothing parallel along {', '.join(idle)})"
     facts.emit("verdict", outcome=outcome, tensors=proof.compared, what="model")
+    emit_assumptions(proof)
     if not proof.is_at_least("rounds elsewhere"):
         says = "the parallel model is not the unsharded one"
         if callable(combine) and proof.kind == "another function":

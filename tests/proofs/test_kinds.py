@@ -8,7 +8,15 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pytest_gtrainer import AnotherFunction, assert_same_function, facts, meaning, prove
+from pytest_gtrainer import (
+    AnotherFunction,
+    assert_same_function,
+    assert_same_model,
+    facts,
+    gt_compile,
+    meaning,
+    prove,
+)
 from pytest_gtrainer.arithmetic.formulas import given_meaning
 from pytest_gtrainer.proofs.proof import MOST_NODES, kind_in_words
 
@@ -635,3 +643,49 @@ def test_what_a_green_proof_takes_on_trust_is_noted_for_the_summary():
         said = noted(hidden, lambda x: x * 2)
     assert len(said) == 1
     assert said[0].endswith("what its meaning(...) says")
+
+
+def test_models_and_stages_note_what_they_take_on_trust():
+    """An operator of every layer is noted once, and one that a model does not call never."""
+
+    @torch.library.custom_op("gt_proofs::hidden_layer", mutates_args=())
+    def hidden(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    hidden.register_fake(torch.empty_like)
+    torch.library.register_autograd(
+        "gt_proofs::hidden_layer", lambda ctx, grad: torch.ops.gt_proofs.hidden_layer(grad)
+    )
+
+    class Model(torch.nn.Module):
+        def __init__(self, middle):
+            super().__init__()
+            self.first, self.last = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+            self.middle = middle
+
+        def forward(self, x):
+            return self.last(self.middle(self.middle(self.first(x))))
+
+    def noted(check, middle):
+        with facts.collecting() as seen:
+            check(middle)
+        return [fact["what"] for fact in seen if fact["kind"] == "assumed"]
+
+    def models(middle):
+        def build():
+            return Model(middle)
+
+        x = torch.randn(2, 3)
+        assert_same_model(build, build, lambda model, x: model(x).sum(), lambda coordinate: (x,))
+
+    def stages(middle):
+        torch.compiler.reset()
+        with gt_compile(lower=False) as record:
+            torch.compile(Model(middle))(torch.randn(2, 3)).sum().backward()
+        record.assert_same_function()
+
+    for check in (models, stages):
+        said = noted(check, hidden)
+        assert len(said) == 1
+        assert said[0].startswith("gt_proofs.hidden_layer.default depend")
+        assert noted(check, torch.sin) == []

@@ -139,6 +139,12 @@ def _is_held(source: str) -> bool:
     return source.startswith("G[") or any(attribute for attribute, _ in steps)
 
 
+def refuse_without_output(graph: fx.Graph) -> None:
+    """Raises: ValueError: the graph has no output node, so that nothing of it is a result."""
+    if not graph.find_nodes(op="output"):
+        raise ValueError("the graph has no output node: end it with graph.output(result)")
+
+
 def adopt(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
     """Return a graph of ours as it is, and a copy of any other one with our metadata.
 
@@ -154,8 +160,8 @@ def adopt(graph: AnyGraph, names: Names | None = None) -> fx.GraphModule:
     if isinstance(graph, ExportedProgram):
         return _adopted_program(graph)
     nodes = getattr(graph, "graph", graph)
-    if isinstance(nodes, fx.Graph) and not nodes.find_nodes(op="output"):
-        raise ValueError("the graph has no output node: end it with graph.output(result)")
+    if isinstance(nodes, fx.Graph):
+        refuse_without_output(nodes)
     if isinstance(graph, fx.Graph):
         graph = fx.GraphModule(graph.owning_module or nn.Module(), graph)
     elif not isinstance(graph, fx.GraphModule):

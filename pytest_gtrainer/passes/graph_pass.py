@@ -24,6 +24,7 @@ from pytest_gtrainer._torch.passes import sort_as_inductor
 from pytest_gtrainer._torch.values import writes_to
 from pytest_gtrainer.facts import spell_some
 from pytest_gtrainer.graph.collectives import find_early_read
+from pytest_gtrainer.graph.foreign import refuse_without_output
 from pytest_gtrainer.graph.nodes import direction, node_fqn, walk
 
 P = ParamSpec("P")
@@ -42,6 +43,7 @@ def graph_pass(rewrite: Callable[P, bool]) -> Callable[P, fx.GraphModule]:
             raise TypeError(
                 f"{rewrite.__name__} was given a {type(gm).__name__}: expected a GraphModule"
             )
+        refuse_without_output(gm.graph)
         if rewrite(*args, **kwargs):
             lint(gm.graph, rewrite.__name__)
             gm.recompile()

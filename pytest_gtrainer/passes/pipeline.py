@@ -21,6 +21,7 @@ from pytest_gtrainer.graph.bucket_plan import (
     PayloadOrder,
     get_default_transformer_block_buckets,
 )
+from pytest_gtrainer.graph.foreign import refuse_without_output
 from pytest_gtrainer.graphtext.rendering import render
 from pytest_gtrainer.passes.canonicalize import (
     DEFAULT_RULES,
@@ -269,7 +270,8 @@ def apply_graph_passes(
             too.
 
     Raises:
-        ValueError: ``disable`` or ``require_changes`` names a pass that does not run.
+        ValueError: ``disable`` or ``require_changes`` names a pass that does not run, or the graph
+            has no output node.
         AssertionError: a pass of ``require_changes`` left the graph as it was.
         TypeError: an entry of the list is no pass, or a pass does not return a graph.
         RuntimeError: a pass left the graph out of order; the passes then run again, to find the one
@@ -281,6 +283,7 @@ def apply_graph_passes(
         raise TypeError(
             f"apply_graph_passes takes a GraphModule, not a {type(gm).__name__}: give its .gm"
         )
+    refuse_without_output(gm.graph)
     bound = all_bound(passes)
     disabled = _check_names(disable, bound, "disable")
     steps = [step for step in bound if step.name not in disabled]

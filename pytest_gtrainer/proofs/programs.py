@@ -22,7 +22,7 @@ from pytest_gtrainer.arithmetic.mode import ArithmeticMode, CountReads
 from pytest_gtrainer.arithmetic.shadows import whole_storage
 from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.facts import counted
-from pytest_gtrainer.graph.nodes import AFTERWARDS, input_fqn
+from pytest_gtrainer.graph.nodes import AFTERWARDS, input_fqn, value_of
 from pytest_gtrainer.numerics.bits import byte_view, same_bytes
 from pytest_gtrainer.numerics.graph_run import (
     attributes_of,
@@ -327,6 +327,27 @@ def _keep(tensor: Tensor) -> Callable[[], None]:
     return put_back
 
 
+def _refuse_another_kind(node: fx.Node, value: Any) -> None:
+    """Refuse a tensor of another dtype or size than the graph was traced for.
+
+    Its operators would round otherwise, and its numbers may depend on the size.
+
+    Raises:
+        ValueError: dtypes or sizes differ.
+    """
+    traced = value_of(node)
+    if not isinstance(traced, Tensor) or not isinstance(value, Tensor):
+        return
+    sizes = list(traced.shape)
+    is_known = all(isinstance(size, int) for size in sizes)
+    if traced.dtype != value.dtype or (is_known and sizes != list(value.shape)):
+        raise ValueError(
+            f"input {input_fqn(node)} is a tensor of {value.dtype} and size {list(value.shape)}, and "
+            f"a graph was traced for {traced.dtype} and {sizes}: give inputs= of that kind, or "
+            "trace both graphs for this one"
+        )
+
+
 class GraphProgram(Program):
     """A graph without collectives, or on all ranks of a world."""
 
@@ -336,9 +357,10 @@ class GraphProgram(Program):
         """Take ``inputs``, in a world those of each rank. ``by_place``: results have no names.
 
         Raises:
-            ValueError: the graph takes another number of inputs.
+            ValueError: the graph takes another number of inputs, or was traced for others.
         """
-        takes = [input_fqn(node) for node in gm.graph.find_nodes(op="placeholder")]
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        takes = list(map(input_fqn, placeholders))
         of_ranks = [inputs] if world is None else inputs
         if isinstance(of_ranks, DrawnInputs):
             of_ranks = of_ranks[:1]  # the others have as many, and may never be drawn
@@ -349,6 +371,8 @@ class GraphProgram(Program):
                     f"{len(own)} are given: both programs take the same inputs in the same order, "
                     "each a tensor or a number by itself"
                 )
+            for node, value in zip(placeholders, own, strict=True):
+                _refuse_another_kind(node, value)
         self.rank: int | None = None  # of this process, on real ranks
         self.gm, self.inputs, self.world, self.by_place = gm, inputs, world, by_place
 

@@ -411,6 +411,16 @@ def test_a_step_in_the_place_of_its_graph_is_refused(joint):
         apply_graph_passes(joint, joint.example_inputs, [])
 
 
+def test_a_graph_without_an_output_is_refused():
+    graph = torch.fx.Graph()
+    graph.call_function(torch.ops.aten.neg.default, (graph.placeholder("x"),))
+    gm = torch.fx.GraphModule(torch.nn.Module(), graph)
+    with pytest.raises(ValueError, match="no output node: end it with"):
+        apply_graph_passes(gm, None, [])
+    with pytest.raises(ValueError, match="no output node: end it with"):
+        canonicalize_graph_pass(gm)
+
+
 def test_what_is_no_pass_is_refused_by_name(neg_of_detach):
     """M3: what cannot be called, one that returns nothing, and something else than a graph."""
     with pytest.raises(

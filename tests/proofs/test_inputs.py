@@ -658,3 +658,38 @@ def test_a_function_of_python_for_each_element_is_unknown(name):
     proof = prove(writes, expected, inputs=(torch.randn(3), torch.randn(3)))
     assert proof.kind == "unknown"
     assert f"Tensor.{name} computes where no dispatch mode sees it" in proof.reason
+
+
+GIVEN = {
+    "another size": (
+        torch.randn(5, 6),
+        r"size \[5, 6\], and a graph was traced for torch.float32 and",
+    ),
+    "fewer dimensions": (torch.randn(12), r"size \[12\]"),
+    "no element": (torch.randn(0, 4), r"size \[0, 4\]"),
+    "a wider dtype": (X.double(), r"torch.float64 and size \[3, 4\]"),
+    "whole numbers": (X.long(), "torch.int64"),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("place", [0, 1])
+def test_inputs_of_another_kind_than_the_trace_are_refused(given, place):
+    """A mean that was traced as a product is one for its own size alone."""
+    traced = graph(lambda x, y: (x * y).sum() / 12, X, X)
+    value, said = GIVEN[given]
+    inputs = [X, X]
+    inputs[place] = value
+    with pytest.raises(ValueError, match=f"input [xy]_1 is a tensor of .*{said}"):
+        prove(traced, traced, inputs=inputs)
+    assert prove(traced, traced, inputs=[X, X]).kind == "identical"
+
+
+@pytest.mark.parametrize("at_first", [True, False])
+def test_graphs_of_other_dtypes_take_no_input_together(at_first):
+    """Both would run in the dtype of one, and the roundings of the other would be lost."""
+    graphs = [graph(lambda x: (x * 2).sum(), each) for each in (X, X.bfloat16())]
+    if not at_first:
+        graphs.reverse()
+    with pytest.raises(ValueError, match=r"traced for torch.(bfloat16|float32)"):
+        prove(*graphs)

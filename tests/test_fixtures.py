@@ -51,6 +51,18 @@ class TestTheMarkerAloneInATestCase(unittest.TestCase):
         assert (self.size, dist.get_rank()) == (3, 2)
 
 
+@pytest.mark.gt_world("fake", size=6, rank=4)
+class TestAWorldOfAClass:
+    def test_it_is_shared_by_the_test(self, gt_class_mesh, gt_world):
+        assert gt_class_mesh.size() == gt_world.size == dist.get_world_size() == 6
+
+
+@pytest.mark.gt_world("fake", size=6, rank=4)
+class TestTheNextClassOfAnEqualWorld:
+    def test_it_does_not_get_the_one_that_has_ended(self, gt_world):
+        assert gt_world.size == dist.get_world_size() == 6
+
+
 def test_an_assert_on_values_of_a_fake_group_says_where_values_are_true(pytester):
     """The twins: an assert on something else, and one on values without such a world, are reported
     like pytest does.

@@ -126,6 +126,10 @@ LEFT_BEHIND = {
         "FakeTensorMode().__enter__(); FlopCounterMode(display=False).__enter__()",
         "dispatch modes from none to FakeTensorMode, _FlopCounterMode",
     ),
+    "modes of two kinds": (
+        'torch.autocast("cpu").__enter__(); BaseTorchFunctionMode().__enter__()',
+        "function modes from none to BaseTorchFunctionMode",
+    ),
     "hooks of saved tensors": (
         "saved_tensors_hooks(str, str).__enter__()",
         "saved-tensor hooks from none to str and str",

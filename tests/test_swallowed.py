@@ -4,6 +4,7 @@ and on ranks.
 
 import contextlib
 import gc
+import os
 import weakref
 
 import pytest
@@ -199,6 +200,15 @@ def test_hidden_in_a_group():
         suppressed(differ)
         raise ExceptionGroup("several", [OSError()])
 
+def test_expected_in_a_group():
+    with pytest.RaisesGroup(BitwiseDifference):
+        found = []
+        try:
+            differ()
+        except BitwiseDifference as error:
+            found.append(error)
+        raise ExceptionGroup("several", found)
+
 class TestThatCatchesSomethingElse(unittest.TestCase):
     def test_hidden(self):
         with self.assertRaises(ValueError):
@@ -365,6 +375,7 @@ OUTCOMES = {
     "test_hidden_in_a_block_that_catches_an_assertion_of_the_test": "failed",
     "test_hidden_in_a_thread_beside_a_block": "failed",
     "test_hidden_in_a_group": "failed",
+    "test_expected_in_a_group": "passed",
     "TestThatCatchesSomethingElse::test_hidden": "failed",
     "test_hidden_and_skipped": "failed",
     "test_skipped_for_it": "failed",
@@ -457,6 +468,20 @@ def test_the_first_that_nobody_expects_decides(monkeypatch):
     with pytest.raises(facts.FailedCheck, match="first"):
         failed.raise_hidden()
     assert len(looked) == 1
+
+
+@pytest.mark.parametrize("text", ["the first of two", "x" * 5000], ids=["two", "a long one"])
+def test_of_the_checks_that_fail_in_a_fork_the_first_is_shown(text):
+    failed = FailedChecks()
+    pid = os.fork()
+    if pid == 0:
+        for each in (text, "then"):
+            failed.note(facts.FailedCheck(each))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    with pytest.raises(pytest.fail.Exception) as failure:
+        failed.raise_hidden()
+    assert failure.value.msg.partition("there: ")[2] == f"FailedCheck: {text}"[:4096]
 
 
 def test_a_block_is_open_until_it_catches():

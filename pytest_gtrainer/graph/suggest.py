@@ -210,8 +210,6 @@ def _join_ties(model: nn.Module, buckets: list[Suggestion]) -> list[Suggestion]:
         fqns: tuple[str, ...] = ()
         for bucket in shared:
             fqns += bucket.fqns
-        if "" in fqns:  # the root has what no other entry has
-            fqns = ("",)
         joined = Suggestion(fqns, False, f"{tie}: FSDP2 keeps a tied parameter in one group")
         buckets = [bucket for bucket in buckets if bucket not in shared] + [joined]
     return buckets

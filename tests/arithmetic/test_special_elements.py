@@ -122,6 +122,38 @@ def test_absolute_values(count):
     assert kind(lambda x: x.clone().amax(), lambda x: -(-x).amin(), x) == "reordered"
 
 
+@pytest.mark.parametrize("chooses", [torch.maximum, torch.minimum])
+def test_of_two_zeros_a_kernel_returns_one_by_its_place(chooses):
+    """So the larger of y and x may have another bit than that of x and y; a sum has not."""
+    x, y = X, X.roll(1)
+    assert kind(chooses, lambda x, y: chooses(y, x), x, y) == "other kernels"
+    assert kind(chooses, lambda x, y: chooses(x, y), x, y) == "identical"
+    assert kind(torch.add, lambda x, y: y + x, x, y) == "identical"
+
+
+@pytest.mark.parametrize("narrow_first", [True, False])
+def test_memory_that_is_written_in_parts_holds_the_widest_of_them(narrow_first):
+    """A cast to a narrower dtype and back changes it, if not all parts were rounded to that."""
+
+    def rounded(x):
+        return x.bfloat16().float()
+
+    def in_parts(x, wide):
+        whole = torch.empty(8, 6)
+        for part in (slice(0, 4), slice(4, 8)) if narrow_first else (slice(4, 8), slice(0, 4)):
+            whole[part] = wide(x) if part.start else rounded(x)
+        return whole
+
+    def cast(wide):
+        return lambda x: rounded(in_parts(x, wide))
+
+    def kept(wide):
+        return lambda x: in_parts(x, wide)
+
+    assert kind(cast(rounded), kept(rounded)) != "another function"
+    assert kind(cast(torch.neg), kept(torch.neg)) == "rounds elsewhere"
+
+
 CHOICES = {
     "amax": lambda x: x.amax(-1),
     "amin": lambda x: x.amin(-1),

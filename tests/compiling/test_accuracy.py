@@ -135,6 +135,18 @@ def test_inputs_for_each_seed_and_low_precision():
     assert accuracy.worst.eager > 1e-4
 
 
+def test_inputs_vary_if_those_of_any_seed_are_others():
+    """A constant result is set aside then, wherever the seed stands that gives other inputs."""
+    for other in (1, 2):
+        with pytest.raises(VacuousCheck, match="the same for all inputs"):
+            assert_no_less_accurate(
+                lambda x: torch.full((), 0.1) * 3 + 0 * x.sum(),
+                lambda x: torch.full((), 0.1) * 3 + 0 * x.sum(),
+                make_inputs=lambda seed, other=other: (x(int(seed == other)),),
+                seeds=range(3),
+            )
+
+
 def test_a_buffer_that_is_written_is_compared_and_put_back():
     class Averaged(nn.Module):
         def __init__(self, dtype=torch.float32):

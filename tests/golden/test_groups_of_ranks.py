@@ -70,6 +70,19 @@ def test_groups_that_do_not_divide_the_ranks_are_a_failure(groups, words, before
     assert sorted(shown) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("place", range(3))
+def test_groups_of_each_golden_of_a_test_are_compared(place):
+    """V4: of the second and third one, too; the failure names the golden."""
+    good, bad = claims(PAIRS), claims(("tp", WRONG["other order"][0]))
+    of_ranks = {}
+    for rank in good:
+        own = [bad[rank] if nth == place else good[rank] for nth in range(3)]
+        of_ranks[rank] = [each._replace(name=f"g{nth}") for nth, each in enumerate(own)]
+    text, shown = disagreement(of_ranks)
+    assert text.startswith(f"ranks do not agree on the process group tp of golden 'g{place}': ")
+    assert {claim.name for claim in shown.values()} == {f"g{place}"}
+
+
 UNTOLD = {
     "regular": ((ALL, PAIRS, STRIDED), None),
     "uneven": ((("ep", ["range(0, 3)"] * 3 + ["[3]"]),), "ep = [0, 1, 2] [3]"),

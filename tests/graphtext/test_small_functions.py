@@ -31,6 +31,7 @@ from pytest_gtrainer.graphtext.sections import (
     common_parent,
     is_word,
     section_keys,
+    spell,
     spell_from,
     spell_input,
     split_layer,
@@ -150,6 +151,10 @@ def test_operators_and_groups():
 def test_paths_and_layers():
     assert split_layer("layers.3.attention.wq") == (HERE, "attention.wq")
     assert split_layer("norm") == (None, "norm")
+    # No list has an element 01: a name that only looks like a number stays a name.
+    for name in ("01", "007", "\u0663"):
+        assert split_layer(f"blocks.{name}.w") == (None, f"blocks.{name}.w")
+        assert spell(f"blocks.{name}.w") == f'blocks["{name}"].w'
     assert [is_word(name) for name in ("wq", "class", "\ufb01")] == [
         True,
         False,

@@ -305,6 +305,34 @@ def test_a_pass_that_bounds_large_numbers_is_named_with_its_inputs():
     assert bisect_passes(traced_net(), HARMLESS, (Net(), *small)).silent == ()
 
 
+class TwoWeights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * self.scale + self.shift
+
+
+@pytest.mark.parametrize(
+    ("step", "silent", "nan"),
+    [
+        (lambda model, x: model(x).sum(), (), ("loss", "scale")),
+        (lambda model, x: model(x).square().sum(), ("the inputs as they were given",), ()),
+    ],
+    ids=["some results", "all results"],
+)
+def test_results_of_the_given_inputs_that_show_nothing_are_said(step, silent, nan):
+    """V2: what is equal on other inputs afterwards does not hide that these proved nothing."""
+    model, x = TwoWeights(), torch.full((4,), torch.nan)
+    found = bisect_passes(trace_step(model, step, (x,)), [bind_options(copy_pass)], (model, x))
+    assert found.outcome == "equal"
+    assert found.silent[: len(silent)] == silent
+    assert tuple(name.split()[-1] for name in found.nan) == nan
+    for words in (*silent, *found.nan):
+        assert words in str(found)
+
+
 @pytest.mark.gt_world("simulated", size=2, nodes=1)
 def test_extreme_inputs_of_a_simulated_world_are_those_of_all_ranks(gt_world):
     """V2"""

@@ -71,6 +71,33 @@ def test_one_piece_is_put_back_and_no_other(name):
     assert {each for each in NAMES if changed[each].equals(after[each])} == NAMES - {name}
 
 
+class Slotted:
+    __slots__ = ("rows",)
+
+
+class MoreSlots(Slotted):
+    __slots__ = ("epoch", "unset")
+
+
+class Mixed(MoreSlots):
+    """Has a ``__dict__``, too."""
+
+
+@pytest.mark.parametrize("kind", [Slotted, MoreSlots, Mixed])
+def test_slots_of_an_object_and_of_its_bases_are_pieces(kind):
+    part = kind()
+    names = [name for name in ("rows", "epoch", "free") if kind is Mixed or hasattr(kind, name)]
+    for name in names:
+        setattr(part, name, 1)
+    before = pieces_of(SimpleNamespace(part=part))
+    assert before.keys() - {RANDOM} == {f"part.{name}" for name in names}
+    for name in names:
+        setattr(part, name, 2)
+    for name in names:
+        before[f"part.{name}"].put_back()
+    assert [getattr(part, name) for name in names] == [1] * len(names)
+
+
 @pytest.mark.parametrize("shape", [(3,), (4,), ()])
 def test_a_tensor_is_written_into_where_it_fits(shape):
     """Others may hold it, as an optimiser does."""

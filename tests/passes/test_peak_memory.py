@@ -497,6 +497,38 @@ def test_a_coalesced_collective_holds_every_operand_until_its_last_wait():
     assert found == {"sin": 8, "cos": 12, "gathered": 28, "exp": 32, "first": 28, "second": 20}
 
 
+SENT = """
+fsdp = group(range(0, 2))
+if P:
+  P.w: f32[1024]
+if fwd:
+  with w:
+    sin: f32[1024] = aten.sin(P.w)
+    sent: {} = _c10d_functional.{}, fsdp)
+    exp: f32[256] = aten.exp(P.w[:256])
+    got: {} = _c10d_functional.wait_tensor(sent)
+if out:
+  yield fwd.w.got
+  yield fwd.w.exp
+"""
+COLLECTIVES = {
+    "all_gather_into_tensor": ("f32[2048]", "all_gather_into_tensor(sin, 2", 4),
+    "reduce_scatter_tensor": ("f32[512]", 'reduce_scatter_tensor(sin, "sum", 2', 4),
+    "all_to_all_single": ("f32[1024]", "all_to_all_single(sin, [512, 512], [512, 512]", 4),
+    "all_reduce": ("f32[1024]", 'all_reduce(sin, "sum"', 0),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_what_another_rank_may_still_read_is_held_until_the_wait(name):
+    """KiB of the operand beside the parameter, the result and what else is computed."""
+    given, call, held = COLLECTIVES[name]
+    text = SENT.format(given, call, given).replace("P.w[:256]", "P.w").replace("[256]", "[1024]")
+    curve = peak_memory(graphtext.parse(text)).curve
+    result = int(given[4:-1]) // 256
+    assert curve["exp"] // 1024 == 4 + held + result + 4
+
+
 def test_what_stays_below_the_bound_passes_and_one_byte_more_does_not():
     gm = graphtext.parse(REDUCED)
     peak = assert_peak_memory(gm, at_most="1 GiB").peak
@@ -752,6 +784,31 @@ def test_a_bound_holds_for_one_device_and_its_control_for_the_same():
     # The control holds nothing there, so it says nothing about the bound.
     with pytest.raises(ValueError, match=r"device='cpu' names 0 devices .* tensors on cuda:0"):
         assert_peak_memory(away, at_most="4 KiB", device="cpu", control=kept)
+
+
+def test_a_control_is_measured_on_the_device_of_the_graph_that_nobody_named():
+    """By itself it would be measured on its accelerator."""
+    with FakeTensorMode():
+        gm = make_fx(lambda x: x.exp())(torch.empty(16, 16))
+    assert peak_memory(gm).device == "cpu"
+    control = traced_on_cuda(offloads)
+    assert_peak_memory(gm, at_most="3 KiB", control=control)
+    with pytest.raises(AssertionError, match=r"the control holds 4\.00 KiB"):
+        assert_peak_memory(gm, at_most="4 KiB", control=control)
+
+
+@pytest.mark.parametrize("sizes", [(4, 8), (8, 4)])
+def test_of_several_accelerators_that_counts_which_holds_most(sizes):
+    graph = fx.Graph()
+    with FakeTensorMode():
+        for index, size in enumerate(sizes):
+            node = graph.placeholder(f"x{index}")
+            node.meta["val"] = torch.empty(size, device=f"cuda:{index}")
+        node = graph.placeholder("host")
+        node.meta["val"] = torch.empty(64)
+    graph.output(graph.find_nodes(op="placeholder"))
+    peak = peak_memory(graph)
+    assert (peak.device, peak.peak) == (f"cuda:{sizes.index(8)}", 32)
 
 
 def test_a_device_is_named_as_torch_names_it():

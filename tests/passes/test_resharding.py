@@ -130,6 +130,20 @@ def test_a_part_of_several_results_may_have_a_tag_of_its_own(tagged):
     assert found == [(parts[tagged].all_input_nodes, tagged)], "what is recomputed, and of what"
 
 
+def test_a_later_pass_may_annotate_a_recomputed_value_alone():
+    """M2: and the forward's alone, at any depth."""
+    gm = graphtext.parse(PARTS)
+    first = next(node for node in gm.graph.nodes if node.target is operator.getitem)
+    first.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    first.meta["custom"]["own"] = {"stage": 1}
+    selective_activation_remat_pass(gm)
+    again = next(node for node in gm.graph.nodes if node.name.endswith("_recomputed"))
+    assert again.meta["custom"] == first.meta["custom"]
+    again.meta["custom"]["module_fqn"] = "elsewhere"
+    again.meta["custom"]["own"]["stage"] = 2
+    assert (node_fqn(first), first.meta["custom"]["own"]) == ("layers.0", {"stage": 1})
+
+
 def runs(nodes):
     """Stretches of neighbours."""
     found = []

@@ -166,6 +166,8 @@ def test_ranks_with_other_whole_numbers_are_not_alike():
     assert differ_only_in_floats([floats, [torch.ones(2), torch.tensor([1, 2])]])
     assert not differ_only_in_floats([floats, [torch.ones(2), torch.tensor([1, 3])]])
     assert not differ_only_in_floats([floats, [torch.ones(3), torch.tensor([1, 2])]])
+    for other in (torch.ones(3, 2).t(), torch.ones(2, 3).double(), torch.ones(2, 3, 1)):
+        assert not differ_only_in_floats([[torch.ones(2, 3)], [torch.ones(2, 3)], [other]])
     assert not differ_only_in_floats([[1.0], [2.0]])
     assert not differ_only_in_floats([[1.0], [torch.ones(())]])
 

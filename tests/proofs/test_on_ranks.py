@@ -276,6 +276,19 @@ def test_what_is_no_number_is_refused():
         pass
 
 
+@pytest.mark.parametrize("arithmetic", [field_arithmetic, term_arithmetic])
+def test_equal_names_and_no_others_give_equal_elements(arithmetic):
+    """A name of the module stands before those of its parameters: a teacher is not its student."""
+    with arithmetic() as elements:
+        student, teacher, again = (torch.nn.Linear(3, 3) for _ in range(3))
+        for model, name in ((student, ""), (teacher, "teacher"), (again, "teacher")):
+            elements.make_abstract(model, name)
+        weights = [elements.of(model.weight) for model in (student, teacher, again)]
+        assert torch.equal(weights[1], weights[2])
+        assert not bool((weights[0] == weights[1]).any())
+        assert not bool((weights[1][0] == elements.of(teacher.bias)).any())
+
+
 def test_fake_memory_has_no_elements():
     """DTensor makes some for every operator, to know its shape."""
     with field_arithmetic() as elements, FakeTensorMode():

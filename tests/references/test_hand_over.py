@@ -240,6 +240,15 @@ def test_a_number_that_a_module_of_a_rank_in_the_middle_holds_is_told(gt_mesh, v
 
 
 @FOUR
+def test_a_parameter_that_a_rank_in_the_middle_has_frozen_is_told(gt_mesh):
+    model = net()
+    model[0].bias.requires_grad_(dist.get_rank() != 2)
+    model = data_parallel(model, gt_mesh)
+    words = r"traced here: rank 0 has 0\.bias .*, trained .*, rank 2 0\.bias .*, fixed "
+    assert re.match(words, Traces(model, batch()).once(gt_mesh).handed_over)
+
+
+@FOUR
 def test_a_rank_in_the_middle_that_is_apart_is_seen_by_check_alone(gt_mesh):
     step = lambda net, x: net(x).sum() * (2 if dist.get_rank() == 2 else 3)  # noqa: E731
     traces = Traces(data_parallel(net(), gt_mesh), batch(), step=step)

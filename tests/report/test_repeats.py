@@ -187,3 +187,17 @@ def test_the_first_failure_of_repetitions_is_kept():
                 kept = list(test.reports)
     assert test.outcome == "failed"
     assert test.reports[: len(kept)] == kept
+
+
+def test_a_test_whose_repetitions_differ_is_counted_once(tmp_path):
+    """Not again for the runs in which its operators are observed."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_it.py").write_text(
+        "import itertools\ncount = itertools.count()\n"
+        "def test_text(gt_golden): gt_golden.check(f'run {next(count)}')\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:hypothesispytest", "--gt-device=cpu"]
+    options = ["--gt-repeat=2", "--gt-create-goldens", "--gt-goldens-in-ci"]
+    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("repeated ")]
+    assert lines == ["repeated  1 different (2 times)"]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from pytest_gtrainer.report.markdown import code, fenced
 from pytest_gtrainer.report.terminal import summary_lines
 from pytest_gtrainer.testing import run_project
 from tests.golden.conftest import QUICK
@@ -81,3 +82,17 @@ def test_a_verdict_of_one_rank_is_counted_with_its_rank(tmp_path):
         assert found == [(nan,), (f"{nan} on rank 1",), (f"{nan} on rank 2",)]
     assert run["test_equal"].verdicts == ("comparison: equal",)
     assert run["test_fails_where_called"].verdicts == ("comparison: unverified on rank 1",)
+
+
+@pytest.mark.parametrize("ticks", range(6))
+def test_code_stands_in_more_backticks_than_it_holds(ticks):
+    """A failure that shows Markdown must not end the block that it stands in."""
+    held = "`" * ticks
+    first, *lines, last = fenced(f"a {held} b").splitlines()
+    assert (first, lines) == (f"{last}text", [f"a {held} b"])
+    assert last.strip("`") == ""
+    assert len(last) > max(2, ticks)
+    inline = code(f"a {held} b")
+    fence = inline[: len(inline) - len(inline.lstrip("`"))]
+    assert len(fence) == ticks + 1
+    assert inline.removeprefix(fence).removesuffix(fence).split() == f"a {held} b".split()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pytest_gtrainer import AnotherFunction, bind_options, facts
+from pytest_gtrainer import AnotherFunction, bind_options, extensions, facts
 from pytest_gtrainer.checks import CheckError, CheckFailure
 from pytest_gtrainer.numerics.compare import BitwiseDifference
 from pytest_gtrainer.testing import PassFileError, run_pass_file
@@ -51,6 +51,16 @@ OWN = {function.__name__: function for function in (twice_pass, half_done_pass, 
 
 def run(path):
     return run_pass_file(path, passes=OWN)
+
+
+def test_a_pass_that_is_given_goes_before_one_of_the_hook_and_that_before_ours(write, monkeypatch):
+    path = write("# check: count 1 neg")
+    run_pass_file(path)
+    hook = {"canonicalize_graph_pass": twice_pass}
+    monkeypatch.setattr(extensions, "passes", lambda: hook)
+    with pytest.raises(CheckFailure, match="the graph has 2"):
+        run_pass_file(path)
+    run_pass_file(path, passes={"canonicalize_graph_pass": lambda gm, example_inputs: gm})
 
 
 @pytest.mark.parametrize(

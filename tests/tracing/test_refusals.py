@@ -255,6 +255,21 @@ def test_zero_grad_of_an_optimiser_inside_the_step_is_refused(net, inputs, train
     assert len(gradients(net)) == 1
 
 
+def test_a_tied_parameter_that_is_replaced_under_one_name_is_refused():
+    """Whichever of its names it is: a graph has one tensor for both."""
+    for place in (0, 1):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight = model[0].weight
+
+        def step(model, x, place=place):
+            model[place].weight = nn.Parameter(model[place].weight * 2)
+            return model(x).sum()
+
+        with pytest.raises(ValueError, match=r"the forward replaces 0\.weight by another tensor"):
+            trace_step(model, step, (torch.ones(2, 4),))
+        assert model[1].weight is model[0].weight
+
+
 def replace(model):
     model.head.weight = nn.Parameter(model.head.weight * 2)
 

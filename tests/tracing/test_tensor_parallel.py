@@ -120,6 +120,12 @@ def test_a_model_mesh_of_three_dimensions_and_one_of_another_root_are_refused(gt
 
     with pytest.raises(ValueError, match="a model's mesh has one dimension, or two"):
         data_parallel(over(gt_mesh["a", "b", "c"], [Replicate()] * 3), gt_mesh["dp"])
+    for placements in ([Shard(0), Partial()], [Partial(), Shard(0)]):
+        refused = over(gt_mesh["b", "c"], [Shard(0), Replicate()])
+        given = DTensor.from_local(torch.ones(2, 4), gt_mesh["b", "c"], placements, run_check=False)
+        refused[0].weight = nn.Parameter(given)
+        with pytest.raises(ValueError, match=r"P\w*\(sum\) cannot be sharded further"):
+            data_parallel(refused, gt_mesh["dp"])
     twin = data_parallel(over(gt_mesh["b", "c"], [Shard(0), Replicate()]), gt_mesh["dp"])
     assert [str(p) for p in twin[0].weight.placements] == ["S(0)", "R"]
     other_root = DeviceMesh("cpu", [0, 1], mesh_dim_names=("own",))

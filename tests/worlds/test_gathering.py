@@ -5,7 +5,9 @@ import threading
 import pytest
 import torch.distributed as dist
 
+from pytest_gtrainer import NetModel
 from pytest_gtrainer.worlds.gathering import on_first_rank
+from pytest_gtrainer.worlds.simulated.threads import run_threads
 
 
 class Unsendable(Exception):
@@ -39,3 +41,23 @@ def test_what_the_first_rank_raises_is_raised_on_all(gt_world):
     with pytest.raises(RuntimeError, match="has made what cannot be sent: lock"):
         on_first_rank(threading.Lock)
     assert on_first_rank(lambda: 1) == 1
+
+
+def test_ranks_of_one_process_get_what_the_first_makes_or_raises():
+    """What cannot be sent is raised on the first rank, too: no rank goes on without the others."""
+
+    def fails():
+        raise ValueError(f"on rank {dist.get_rank()}")
+
+    def ask(rank):
+        said = [on_first_rank(lambda: [rank])]
+        for make in (fails, threading.Lock):
+            try:
+                said.append(on_first_rank(make))
+            except (ValueError, RuntimeError) as error:
+                said.append(str(error).removeprefix("on the first rank: "))
+        return said
+
+    lock = "the first rank has made what cannot be sent: lock"
+    found = run_threads(3, ask, net=NetModel(1, 3))
+    assert found == [[[0], "on rank 0", lock]] * 3

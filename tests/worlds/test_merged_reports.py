@@ -11,9 +11,10 @@ from pytest_gtrainer.ranks.merge import (
     STRICT,
     MergedTest,
     _properties_of,
+    _xfail_of,
     result_of,
 )
-from pytest_gtrainer.ranks.objections import controls_that_never_differ
+from pytest_gtrainer.ranks.objections import Xfail, controls_that_never_differ
 from pytest_gtrainer.ranks.watch import Incident, RanksOutcome
 from pytest_gtrainer.ranks.wire import GroupState, ItemDone, Raised
 from pytest_gtrainer.testing import run_project
@@ -521,3 +522,29 @@ def test_what_ranks_record_for_junit_is_that_of_the_first_and_what_others_have_e
         if rank < 2:
             by_rank[rank]["teardown"] = report("teardown", user_properties=properties)
     assert _properties_of(by_rank) == expected
+
+
+def test_a_mark_expects_what_it_expects_on_all_ranks():
+    """The mark of a rank may have a condition, and errors of its own."""
+    pattern = ("a", 0)
+    marks = [("known", ["control", "gtrainer-goldens"], [pattern]), ("other", ["control"], [])]
+    by_rank = [[report(gt_xfail=mark)] for mark in marks]
+    assert _xfail_of(by_rank) == Xfail("known", ["control"], [pattern])
+    assert _xfail_of([*by_rank, [report()]]) is None
+    assert _xfail_of([[report(gt_xfail=marks[1]), report()]]) is None
+    assert _xfail_of([]) is None
+
+
+def test_each_of_several_subtests_of_one_name_is_reported(request):
+    """The n-th on one rank is the n-th on the others."""
+    texts = {0: ["a", "b", "c"], 1: ["a", "x", "c"]}
+    subtests = {}
+    for rank, of_rank in texts.items():
+        subtests[rank] = [report(sections=[("Captured stdout call", text)]) for text in of_rank]
+    by_rank = {rank: {phase: report(phase) for phase in PHASES} for rank in texts}
+    parts = MergedTest(request.node, RanksOutcome(2), by_rank, subtests).subtest_reports()
+    assert [sorted(text for _, text in each.sections) for each in parts] == [
+        ["a"],
+        ["b", "x"],
+        ["c"],
+    ]

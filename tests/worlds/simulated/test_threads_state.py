@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from pytest_gtrainer import ChunkConfig, NetModel, eager_chunked, facts
 from pytest_gtrainer._torch.values import FakeTensorMode
+from pytest_gtrainer.numerics.calls import kept_calls
 from pytest_gtrainer.references.replicas import assert_replicas_equal
 from pytest_gtrainer.worlds.simulated import NoModel
 from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph
@@ -336,3 +337,28 @@ def test_from_64_ranks_on_memory_is_freed_at_once(monkeypatch):
     assert not entered
     run_threads(64, lambda rank: None, net=NetModel(1, 64))
     assert entered
+
+
+def test_a_rank_keeps_the_calls_of_its_own_thread():
+    """The others carry out their collectives in the same process meanwhile."""
+
+    def step(rank):
+        pair = dist.new_group([1, 2])
+        with kept_calls() as calls:
+            if rank:
+                dist.all_reduce(torch.zeros(1), group=pair)
+        kept = [call.what for call in calls.calls if call.is_collective]
+        dist.barrier()
+        return len(kept), calls.has_communicated
+
+    assert run_threads(3, step, net=NET) == [(0, False), (1, True), (1, True)]
+
+
+def test_a_rank_that_is_inside_keeps_nothing_of_the_others():
+    def step(rank):
+        total = torch.full((1,), float(rank))
+        with kept_calls() as calls:
+            dist.all_reduce(total)
+        return [call.outputs[0].item() for call in calls.calls if call.is_collective]
+
+    assert run_threads(3, step, net=NET) == [[3.0]] * 3

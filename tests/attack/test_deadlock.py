@@ -198,6 +198,7 @@ def stage(*calls, group="pp", where="layers.0"):
 
 
 GROUPS = {"pp": [[0, 1]]}
+TWO_BY_TWO = {"shard": [[0, 1], [2, 3]], "replicate": [[0, 2], [1, 3]]}
 
 
 def test_graphs_of_two_stages():
@@ -211,6 +212,42 @@ def test_graphs_of_two_stages():
         "ranks wait for each other",
         "rank 0 waits in recv from 1 (irecv_default of layers.0), which rank 1 has not reached",
     ]
+
+
+def counting_and_exchanging(counts_first):
+    """A graph that adds a count over one group, and exchanges rows over another."""
+    graph = fx.Graph()
+    count, rows = graph.placeholder("count"), graph.placeholder("rows")
+    count.meta["val"], rows.meta["val"] = torch.empty(1), torch.empty(4, 3)
+    calls = [
+        (functional.all_to_all_single.default, (rows, [2, 2], [2, 2], "shard")),
+        (functional.all_reduce.default, (count, "sum", "replicate")),
+    ]
+    for target, arguments in reversed(calls) if counts_first else calls:
+        started = graph.call_function(target, arguments)
+        graph.call_function(functional.wait_tensor.default, (started,))
+    graph.output(())
+    return fx.GraphModule({}, graph)
+
+
+@pytest.mark.parametrize("counting", [(1, 2), (0, 3)])
+def test_ranks_that_come_to_another_group_first(counting):
+    """torchrec#4149: some ranks wait for a count, the others for rows, and nobody goes on."""
+    graphs = {rank: counting_and_exchanging(rank in counting) for rank in range(4)}
+    with pytest.raises(Deadlock) as failure:
+        assert_no_deadlock(graphs, groups=TWO_BY_TWO)
+    said = str(failure.value).splitlines()
+    assert said[0] == "ranks wait for each other"
+    for line in said[1:5]:
+        waits_for_count = int(line.split()[1]) in counting
+        assert ("waits in all_reduce of" if waits_for_count else "waits in all_to_all of") in line
+
+
+@pytest.mark.parametrize("counting", [(), (0,), (3,), (0, 2), (1, 3), (0, 1), (0, 1, 2), range(4)])
+def test_ranks_of_another_order_that_others_come_to(counting):
+    """Of each group somebody waits in it, and the others have nothing to wait for before it."""
+    graphs = {rank: counting_and_exchanging(rank in counting) for rank in range(4)}
+    assert assert_no_deadlock(graphs, groups=TWO_BY_TWO) == ()
 
 
 def test_graphs_of_one_rank_run_one_after_the_other():

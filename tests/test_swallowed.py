@@ -476,12 +476,12 @@ def test_of_the_checks_that_fail_in_a_fork_the_first_is_shown(text):
     pid = os.fork()
     if pid == 0:
         for each in (text, "then"):
-            failed.note(facts.FailedCheck(each))
+            failed.note(AssertionError(each))
         os._exit(0)
     os.waitpid(pid, 0)
     with pytest.raises(pytest.fail.Exception) as failure:
         failed.raise_hidden()
-    assert failure.value.msg.partition("there: ")[2] == f"FailedCheck: {text}"[:4096]
+    assert failure.value.msg.partition("there: ")[2] == f"AssertionError: {text}"[:4096]
 
 
 def test_a_block_is_open_until_it_catches():

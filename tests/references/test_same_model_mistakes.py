@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.same_model import in_floats, mesh_for
 from fixtures.combinations import drawn
 from fixtures.models.loss import ce_step
 from fixtures.same_model_mistakes import MISTAKES
@@ -48,6 +49,21 @@ def test_a_planted_mistake_is_told(mistake, gt_mesh):
     with pytest.raises(AnotherFunction) as failure:
         assert_same_model(*given, **options)
     assert mistake.says in str(failure.value)
+
+
+SEEN = {
+    "a bias of each rank": ("passes", "fails"),  # it is 0 when training begins
+    "a layer twice": ("fails", "fails"),
+}
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("name", SEEN)
+def test_what_floats_see_of_a_mistake(name):
+    """The table of the benchmark has it beside what is told: of the loss, and of gradients."""
+    mistake = MISTAKES[name]
+    with mesh_for(mistake.right) as mesh:
+        assert in_floats(mistake, mesh) == SEEN[name]
 
 
 def sizes():

@@ -1,13 +1,13 @@
 """Prove for ranks that are alike by running one of them, which stands for all.
 
-All ranks run one graph. So what a rank computes is a function of the rank: an element is the
-fingerprint of an expression in which the rank is left open. Only a collective looks at other ranks.
-There every rank contributes the one rank's elements with its number filled in, the collective is
-carried out on all ranks, and what they get becomes one expression again: a choice by the rank. If
-two programs make equal expressions, then they are equal on each rank.
+All ranks run one graph, so each value is a function of the rank: its elements are fingerprints of
+expressions in which the rank is a variable. Only a collective looks at other ranks. It is carried
+out on all of them: each contributes the one rank's elements with its own number put in for the
+variable, and the results become one expression again, a choice by the rank. If two programs make
+equal expressions, they are equal on each rank.
 
-The other way does not hold: other expressions may be equal on every rank. So where two programs
-differ, all ranks have to run.
+The converse does not hold: two different expressions may be equal on every rank. So if two programs
+differ here, all ranks have to run.
 """
 
 from collections.abc import Sequence
@@ -60,8 +60,9 @@ class OneRankForAll(GraphProgram):
 
 
 def differ_only_in_floats(of_ranks: Sequence[Sequence[Any]]) -> bool:
-    """Return whether the inputs of all ranks have the same types, shapes, strides and dtypes, and
-    equal integers; floating-point values may differ.
+    """Return whether the inputs of all ranks may differ in floating-point values only.
+
+    Types, shapes, strides, dtypes and integers have to be equal.
     """
     first = of_ranks[0]
     for own in of_ranks[1:]:
@@ -119,7 +120,7 @@ class CollectiveOfAlike(CollectiveStep):
         if value is None:
             if not tensor.numel():
                 return [tensor] * size
-            # Each rank may have other numbers, and here are those of one.
+            # Other ranks may have other numbers; only those of this rank are here.
             raise NoMeaning(f"ranks exchange known numbers in {self.node.name}")
 
         copies = []

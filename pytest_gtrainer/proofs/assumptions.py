@@ -7,10 +7,11 @@ from pytest_gtrainer.facts import spell_some
 from pytest_gtrainer.proofs.further_runs import ORDERS
 
 _MOST_LIMITS_OF_FEW = 8
+"""With more limits than this, a few elements seldom lie between two of them."""
 _ANSWERS = {"True", "False"}
 
 
-def says_known(names: Sequence[str]) -> tuple[str, ...]:
+def describe_known(names: Sequence[str]) -> tuple[str, ...]:
     """Say which tensors have known numbers in a proof."""
     return (f"the numbers of {spell_some(names)} stay what they are",) if names else ()
 
@@ -21,6 +22,7 @@ _TAKEN_ON_TRUST = {
     "has_many_limits": "limits that only decide, as .5 in where(x > .5, a, b), have the same "
     "values: there are more than are compared",
 }
+"""By the attribute of an arithmetic that is true if it was taken for granted: the sentence."""
 
 
 _OPAQUE = "depend on nothing but their arguments, and write to none of them"
@@ -52,9 +54,9 @@ def taken_on_trust(arithmetics: Sequence[Arithmetic], reads: int) -> list[str]:
         compared.update(arithmetic.never_equal)
         finite.update(arithmetic.finite)
 
-    for noted, says in _TAKEN_ON_TRUST.items():
-        if any(getattr(arithmetic, noted) for arithmetic in arithmetics):
-            found.append(says)
+    for attribute, words in _TAKEN_ON_TRUST.items():
+        if any(getattr(arithmetic, attribute) for arithmetic in arithmetics):
+            found.append(words)
     if opaque:
         names = ", ".join(sorted(opaque))
         found.append(f"{names} {_OPAQUE}")
@@ -74,18 +76,24 @@ def taken_on_trust(arithmetics: Sequence[Arithmetic], reads: int) -> list[str]:
     most = max((len(arithmetic.limits) for arithmetic in arithmetics), default=0)
     if most > _MOST_LIMITS_OF_FEW and any(arithmetic.few for arithmetic in arithmetics):
         found.append(f"few numbers are compared with {most} limits, and seldom lie between two")
-    return found + _says_branches(arithmetics)
+    return found + _describe_branches(arithmetics)
 
 
-def _says_branches(arithmetics: Sequence[Arithmetic]) -> list[str]:
+def _describe_branches(arithmetics: Sequence[Arithmetic]) -> list[str]:
     """Say where programs have gone on by comparisons, of which not all answers have shown."""
     found = []
     branches: dict[str, set[str]] = {}
     for arithmetic in arithmetics:
         for where, numbers in arithmetic.branches.items():
             branches.setdefault(where, set()).update(numbers)
+    # Lines at which all orders gave one answer. An operator of a line, "model.py:7 (aten.any)", is
+    # not named beside the line itself.
     alike = {where for where, numbers in branches.items() if len(numbers) == 1}
-    shown = sorted(where for where in alike if where.partition(" (")[0] not in alike - {where})
+    shown = []
+    for where in sorted(alike):
+        around = where.partition(" (")[0]
+        if around == where or around not in alike:
+            shown.append(where)
     if shown:
         found.append(
             f"all {len(ORDERS) + 1} orders take the same branch at {', '.join(shown)}: of the "
@@ -114,7 +122,7 @@ def unlike_operators(actual: Sequence[Arithmetic], expected: Sequence[Arithmetic
     return sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
 
 
-def says_unlike(operators: Sequence[str]) -> str:
+def describe_unlike(operators: Sequence[str]) -> str:
     """Say that a difference may come from operators of unknown meaning."""
     return (
         f"the results differ, and nobody knows what {_they_compute(operators)}: "

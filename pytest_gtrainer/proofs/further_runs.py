@@ -7,12 +7,12 @@ the same by chance. So they run again, with elements in other orders:
 | in the first run | further runs |
 |---|---|
 | elements are compared or sorted | all elements above all known numbers, all below, and 6 seeds |
-| and few different ones are | 8 seeds more |
+| few different elements are compared | 8 seeds more |
 | only square roots are taken | all elements above and below, and the more seeds the fewer roots |
 | one program alone compares with a limit | all elements in each interval next to that limit |
 
-In the field there is one more: a run is repeated if one program alone chooses among some elements.
-These, its ``rivals``, are then larger or smaller than all others.
+In a field there is one more case. If only one program chooses among certain elements (its
+``rivals``), the run is repeated with these elements larger or smaller than all others.
 """
 
 import itertools
@@ -41,7 +41,7 @@ class Chances:
         decides: elements were compared or sorted.
         decides_few: few elements were compared with each other, or sorted.
         roots: square roots were taken.
-        fewest_roots: of how few different elements.
+        fewest_roots: the least number of different elements of which one operator took roots.
         limits: elements and keys of known numbers that elements were compared with.
     """
 
@@ -110,8 +110,9 @@ def further_runs(actual: Sequence[Chances], expected: Sequence[Chances]) -> list
     gaps, next_to_unlike, between_limits = [], [], []
     for low, high in itertools.pairwise(ends):
         gaps.append((low + 1, max(1, high - low - 1)))
+        is_next_to_unlike = low in unlike or high in unlike
         # In the runs with a bias all elements lie in the last gap.
-        if not {low, high} & unlike or high == _LARGEST_KEY:
+        if not is_next_to_unlike or high == _LARGEST_KEY:
             continue
         next_to_unlike.append(gaps[-1])
         if low > 0:
@@ -119,12 +120,12 @@ def further_runs(actual: Sequence[Chances], expected: Sequence[Chances]) -> list
 
     found = []
     for seed, bias in orders(*actual, *expected):
-        # With two limits or more, some elements lie in each interval.
+        # With two limits or more, elements are spread over all intervals.
         found.append(FurtherRun(seed, bias, tuple(gaps) if seed and len(gaps) > 2 else ()))
     seeds = [run.seed for run in found if run.seed]
     for gap in between_limits:
         found += [FurtherRun(seed, gaps=(gap,), is_for_limits=True) for seed in seeds]
-    # What asks for all elements of a tensor, as (x > .3).all(), is true of one sign alone.
+    # A condition on all elements, such as (x > .3).all(), holds for one sign alone.
     for gap, sign in itertools.product(next_to_unlike, (1, -1)):
         found.append(FurtherRun(1, gaps=(gap,), is_for_limits=True, sign=sign))
     return found

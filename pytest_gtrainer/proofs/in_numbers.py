@@ -1,7 +1,7 @@
-"""Compare both sides of a proof in float64, where no arithmetic can be mistaken.
+"""Compare both sides of a proof in float64, which shows mistakes of an arithmetic.
 
-Equal elements of numbers that are far apart are a mistake of an arithmetic, and so are unequal
-elements of numbers that agree for many inputs: of these nobody knows that they are equal.
+Elements that are equal although the numbers are far apart are such a mistake. Elements that differ
+although the numbers agree for many inputs may be one: then the proof is "unknown".
 """
 
 import math
@@ -26,13 +26,15 @@ APART = {"identical": 1e-6, "other kernels": 1e-6, "reordered": 1e-6, "rounds el
 """By kind, a difference that no rounding explains. Casts are set aside, constants are rounded."""
 
 _NOISE = 16
-"""Roundings of the largest input that are no difference."""
+"""Roundings (units of eps) of the largest input that count as equal."""
 
 _ROUNDINGS = 8
-"""Times as far as other roundings move one side, both sides may be apart for these."""
+"""Both sides may be this many times as far apart as one side moves under other roundings."""
 
-_FEWEST, _MOST, _CALLS = 8, 100, 3000
+# Draws of inputs that are compared: few for a large program. A draw of one operator is a call.
+_FEWEST_DRAWS, _MOST_DRAWS, _MOST_CALLS = 8, 100, 3000
 _OTHER_DRAWS = (2, 5, 8, 11)
+"""Seeds of draws whose inputs have other sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +77,18 @@ def difference(
 ) -> Difference:
     """Compare results by name and rank: float64, or known numbers of any other dtype.
 
-    Results that large inputs leave, as the entropy of a sure choice does, have the errors of these.
+    A small result of large inputs has their errors, as the entropy of a sure choice.
     """
     noise = _NOISE * torch.finfo(torch.float64).eps * largest_input
     if actual.keys() != expected.keys():
         return Difference(math.inf, "a result of one side")
     found = []
     for key, wanted in expected.items():
-        found.append(Difference(_distance(actual[key], wanted, noise), _words(key)))
+        found.append(Difference(_distance(actual[key], wanted, noise), _spell_key(key)))
     return largest(found)
 
 
-def _words(key: Any) -> str:
+def _spell_key(key: Any) -> str:
     name, rank = key
     return str(name) if rank is None else f"{name}, rank {rank}"
 
@@ -110,17 +112,17 @@ def _distance(found: Tensor, wanted: Tensor, noise: float) -> float:
 
 
 Compare = Callable[[Numbers], Difference]
-"""Runs both sides on the numbers of a draw, and compares them on all ranks.
+"""Run both sides on the numbers of a draw, and compare them on all ranks.
 
-Of numbers that are ``shaken`` it compares each side with itself.
+If the numbers are ``shaken``, compare each side with itself under other roundings.
 """
 
 
 def agreement(compare: Compare, *, decides: bool) -> str:
     """Say how closely both sides agree for the numbers of many draws; "" if they do not.
 
-    A draw of which rounding leaves too few digits says nothing, as one that overflows, and one in
-    which a program goes on by a choice among equal numbers, as saturated ones are.
+    Some draws do not count: those in which rounding leaves too few digits or numbers overflow, and
+    those in which a program chooses among equal numbers, such as saturated ones.
 
     Args:
         compare: as above.
@@ -128,7 +130,7 @@ def agreement(compare: Compare, *, decides: bool) -> str:
             mistake may be in a branch that numbers seldom take.
     """
     most = Difference()
-    count, draw, draws = 0, 1, _FEWEST
+    count, draw, draws = 0, 1, _FEWEST_DRAWS
     while draw <= draws:
         numbers = Numbers(draw)
         try:
@@ -144,7 +146,7 @@ def agreement(compare: Compare, *, decides: bool) -> str:
             count += 1
             most = largest([most, found])
         if draw == 1 and decides:
-            draws = min(_MOST, _FEWEST + _CALLS // max(1, numbers.calls))
+            draws = min(_MOST_DRAWS, _FEWEST_DRAWS + _MOST_CALLS // max(1, numbers.calls))
         draw += 1
     if not count:
         return ""
@@ -167,11 +169,14 @@ def contradiction(kind: str, compare: Compare, *, reads: bool = False) -> str:
         reads: a program reads numbers, so the proof holds for those that are given alone.
     """
     draws = [0] if reads else [1]
-    for draw in draws:
+    while draws:
+        draw = draws.pop(0)
         numbers = Numbers(draw)
         found = compare(numbers)
-        # To bfloat16 a constant such as 0.1 is rounded far away.
-        allowed = max(APART[kind], 8 * numbers.coarsest * (kind == "rounds elsewhere"))
+        allowed = APART[kind]
+        if kind == "rounds elsewhere":
+            # In bfloat16 a constant such as 0.1 is far from its number.
+            allowed = max(allowed, 8 * numbers.coarsest)
         is_apart = found.size > allowed
         if is_apart and not found.is_noise(compare(Numbers(draw, shaken=1))):
             return (
@@ -179,12 +184,12 @@ def contradiction(kind: str, compare: Compare, *, reads: bool = False) -> str:
                 "equal: an operator is taken for another one, or no run takes the branch in which "
                 "they differ"
             )
-        # Inputs of other sizes show other branches, where a run costs little.
-        if draw == 1 and numbers.calls < _CALLS // len(_OTHER_DRAWS):
+        # Inputs of other sizes take other branches. Only small programs run again.
+        if draw == 1 and numbers.calls < _MOST_CALLS // len(_OTHER_DRAWS):
             draws += _OTHER_DRAWS
     return ""
 
 
-def says_unchecked(error: NoMeaning) -> str:
-    """Say that a proof was not held to numbers, as they cannot be computed."""
+def describe_unchecked(error: NoMeaning) -> str:
+    """Say that no float64 numbers were compared, as they cannot be computed."""
     return f"numbers would say the same, which cannot be computed: {error}"

@@ -95,8 +95,8 @@ def _draw(
         return torch.randint(0, 2, tuple(value.shape), generator=generator).bool()
 
     extents = list(index_extents(node))
-    # A buffer that is no index counts something, as BatchNorm's ``num_batches_tracked``: any
-    # number does.
+    # A buffer that is no index is a counter, such as BatchNorm's ``num_batches_tracked``: any number
+    # will do.
     is_buffer = node.meta.get("gt_input", {}).get("kind") == "buffer"
     if not extents and node.users and not is_buffer:
         raise ValueError(
@@ -107,7 +107,7 @@ def _draw(
     most = min(extents, default=2)
     drawn = torch.randint(0, max(1, most), tuple(value.shape), generator=generator)
     flat = drawn.view(-1)
-    # A bound shows at both ends only, and what is added up only where a number comes twice.
+    # A wrong bound shows at the ends of the range, a wrong sum where a number comes twice.
     flat[0:3:2] = max(1, most) - 1
     flat[1:2] = 0
     # In the strides of the trace, which the graph's views bake in.

@@ -100,9 +100,9 @@ def exchange_on_ranks(mode: ArithmeticMode, func: Any, args: Any, kwargs: Any) -
         return func(*args, **kwargs)
 
     if func.namespace == "c10d":
-        call = _parsed(mode, base, named, group)
-        # Before the operator, which may write to its operands.
-        given = [_written_down(mode, tensor) for tensor in call.inputs]
+        call = _parse_call(mode, base, named, group)
+        # Read before the operator runs, which may write to its operands.
+        given = [_pack(mode, tensor) for tensor in call.inputs]
         with without_modes():
             result = finished(func(*args, **kwargs), call.outputs)
             of_ranks = gather_objects((given, call.details), group)
@@ -110,24 +110,24 @@ def exchange_on_ranks(mode: ArithmeticMode, func: Any, args: Any, kwargs: Any) -
         for rank, (own, details) in enumerate(of_ranks):
             inputs = []
             for numbers in own:
-                tensor = _made_again(mode, numbers)
+                tensor = _unpack(mode, numbers)
                 # ``c10d`` fills memory in order, whatever the shapes; only exchanges count rows.
                 inputs.append(tensor if details.get("sends") else tensor.reshape(-1))
             members.append(Contribution(rank=rank, inputs=inputs, **details))
         found = _carry_out(mode, call.collective, members)[dist.get_rank(group)]
-        _write(mode, call.outputs, found)
+        _write_elements(mode, call.outputs, found)
         return result
 
     if base not in COLLECTIVES:
         raise NoMeaning(f"{func} between real ranks")
     sent = dict(named)
     sent.pop("group_name")  # other ranks know the group by other names
-    sent = pytree.tree_map_only(Tensor, lambda tensor: _written_down(mode, tensor), sent)
+    sent = pytree.tree_map_only(Tensor, lambda tensor: _pack(mode, tensor), sent)
     with without_modes():
         result = func(*args, **kwargs)
         calls = gather_objects(sent, group)
 
-    calls = pytree.tree_map_only(_Numbers, lambda numbers: _made_again(mode, numbers), calls)
+    calls = pytree.tree_map_only(_SentTensor, lambda numbers: _unpack(mode, numbers), calls)
     members = contributions(calls, range(len(calls)))
     found = _carry_out(mode, COLLECTIVES[base], members)[dist.get_rank(group)]
     targets = tensors_in(result)
@@ -135,7 +135,7 @@ def exchange_on_ranks(mode: ArithmeticMode, func: Any, args: Any, kwargs: Any) -
         if argument.is_write:
             targets = tensors_in(named[argument.name])
 
-    _write(mode, targets, found)
+    _write_elements(mode, targets, found)
     return result
 
 
@@ -148,12 +148,13 @@ def _carry_out(
 
 
 @dataclass(frozen=True, slots=True)
-class _Numbers:
+class _SentTensor:
     """The data that ranks exchange for a tensor.
 
     Attributes:
         elements: int64; of known whole numbers these numbers.
-        fits: None for whole numbers.
+        dtype: of the tensor.
+        fits: the dtype whose numbers the elements are; None for whole numbers.
     """
 
     elements: Tensor
@@ -161,7 +162,7 @@ class _Numbers:
     fits: torch.dtype | None
 
 
-def _written_down(mode: ArithmeticMode, tensor: Tensor) -> _Numbers:
+def _pack(mode: ArithmeticMode, tensor: Tensor) -> _SentTensor:
     value = mode.shadows.read(tensor)
     with without_modes():
         own = tensor.detach()
@@ -172,11 +173,11 @@ def _written_down(mode: ArithmeticMode, tensor: Tensor) -> _Numbers:
         else:
             elements, fits = own, None
         # A copy, since pickle writes the whole storage of a view.
-        return _Numbers(elements.clone().contiguous(), own.dtype, fits)
+        return _SentTensor(elements.clone().contiguous(), own.dtype, fits)
 
 
-def _made_again(mode: ArithmeticMode, numbers: _Numbers) -> Tensor:
-    """Return a tensor on this rank for one of another; its real numbers mean nothing."""
+def _unpack(mode: ArithmeticMode, numbers: _SentTensor) -> Tensor:
+    """Return a tensor on this rank with the elements of another rank's; its numbers are zeros."""
     with without_modes():
         if numbers.fits is None:
             return numbers.elements
@@ -186,7 +187,9 @@ def _made_again(mode: ArithmeticMode, numbers: _Numbers) -> Tensor:
         return made
 
 
-def _write(mode: ArithmeticMode, targets: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+def _write_elements(
+    mode: ArithmeticMode, targets: Sequence[Tensor], found: Sequence[Tensor]
+) -> None:
     """Give tensors on this rank the elements that a collective has made for them."""
     for target, made in zip(targets, found, strict=True):
         value = mode.shadows.read(made)
@@ -195,7 +198,7 @@ def _write(mode: ArithmeticMode, targets: Sequence[Tensor], found: Sequence[Tens
                 mode.write(target.detach(), value.elements.reshape(target.shape), value.fits)
 
 
-_PLAIN: dict[str, tuple[Collective, str, str]] = {
+_BY_OPERATOR: dict[str, tuple[Collective, str, str]] = {
     "allreduce_": (collectives.all_reduce, "tensors", "tensors"),
     "allreduce_coalesced_": (collectives.all_reduce, "tensors", "tensors"),
     "broadcast_": (collectives.broadcast, "tensors", "tensors"),
@@ -209,7 +212,7 @@ _PLAIN: dict[str, tuple[Collective, str, str]] = {
 """By operator: the collective, and the arguments that it reads and writes."""
 
 
-def _parsed(mode: ArithmeticMode, base: str, named: dict[str, Any], group: Any) -> _Call:
+def _parse_call(mode: ArithmeticMode, base: str, named: dict[str, Any], group: Any) -> _Call:
     """Read the arguments of an operator of ``c10d``."""
     size = dist.get_world_size(group)
     details: dict[str, Any] = {}
@@ -219,15 +222,17 @@ def _parsed(mode: ArithmeticMode, base: str, named: dict[str, Any], group: Any) 
             details["op"], details["factor"] = reduction_by_trial(named, group, device)
     if "root_rank" in named:
         details["root"] = named["root_rank"]
-    if base in _PLAIN:
-        collective, reads, writes = _PLAIN[base]
+    if base in _BY_OPERATOR:
+        collective, reads, writes = _BY_OPERATOR[base]
         return _Call(collective, tensors_in(named[reads]), tensors_in(named[writes]), details)
     if base == "allgather_":
         # As an exchange of lists: here the members may have tensors of other sizes.
         given = tensors_in(named["input_tensors"]) * size
-        return _exchanged(given, tensors_in(named["output_tensors"]))
+        return _list_exchange(given, tensors_in(named["output_tensors"]))
     if base == "alltoall_":
-        return _exchanged(tensors_in(named["input_tensors"]), tensors_in(named["output_tensors"]))
+        return _list_exchange(
+            tensors_in(named["input_tensors"]), tensors_in(named["output_tensors"])
+        )
     if base == "reduce_scatter_":
         parts = tensors_in(named["input_tensors"])
         with mode, torch.no_grad():
@@ -244,7 +249,7 @@ def _parsed(mode: ArithmeticMode, base: str, named: dict[str, Any], group: Any) 
     raise NoMeaning(f"c10d.{base} between real ranks")
 
 
-def _exchanged(inputs: list[Tensor], outputs: list[Tensor]) -> _Call:
+def _list_exchange(inputs: list[Tensor], outputs: list[Tensor]) -> _Call:
     sizes = {
         "sends": [tensor.numel() for tensor in inputs],
         "receives": [tensor.numel() for tensor in outputs],

@@ -30,15 +30,16 @@ class Step:
         where: the node or the operator, for a message.
         node: the node, if a graph runs.
         operands: the steps that made what it read, by their number.
-        given: are all elements of its operands made by the other program?
-        made: a place of an element that the other program never makes; None if it makes all.
+        are_operands_known: whether the other program makes all elements of its operands.
+        unknown_at: the place of an element that the other program never makes; None if it makes
+            all.
     """
 
     where: str
     node: fx.Node | None
     operands: list[int]
-    given: bool
-    made: tuple[int, ...] | None
+    are_operands_known: bool
+    unknown_at: tuple[int, ...] | None
 
 
 class AllElements:
@@ -49,7 +50,7 @@ class AllElements:
     """
 
     def __init__(self) -> None:
-        # Memory of the system: of 64 MiB of zeros only the pages that elements meet are touched.
+        # Memory of the system is zero without being touched: of 64 MiB only some pages are used.
         self._bits = torch.frombuffer(mmap.mmap(-1, _BITS), dtype=torch.bool)
         self._seen: set[int] = set()
 
@@ -88,7 +89,7 @@ _BITS = 1 << 26
 
 
 class Trail:
-    """Follows a program, and notes each value that another never makes."""
+    """Follow a program, and note each value that the other one never makes."""
 
     def __init__(self, others: AllElements) -> None:
         self.others = others
@@ -97,7 +98,7 @@ class Trail:
         self._node: fx.Node | None = None
         self._writer: dict[int, int] = {}
 
-    def come_to(self, node: fx.Node, rank: int | None) -> None:
+    def enter_node(self, node: fx.Node, rank: int | None) -> None:
         """Note which node runs next."""
         fqn, self._node = node_fqn(node), node
         self.where = f"node {node.name} ({node.target})"
@@ -109,7 +110,7 @@ class Trail:
     def __call__(self, operator: Any, operands: Sequence[Tensor], made: Any, read: Any) -> None:
         writers = {self._writer.get(storage_id(tensor)) for tensor in operands}
         before = sorted(writer for writer in writers if writer is not None)
-        given = all(self.steps[writer].made is None for writer in before)
+        known = all(self.steps[writer].unknown_at is None for writer in before)
         where = self.where
         if not where:
             line = line_of_program()  # in a backward, the line that calls it
@@ -117,10 +118,10 @@ class Trail:
         for tensor in made:
             place = None
             # A move makes no new elements.
-            if not given or base_name(operator) not in MOVES:
+            if not known or base_name(operator) not in MOVES:
                 place = self.others.missing(read(tensor))
             self._writer[storage_id(tensor)] = len(self.steps)
-            self.steps.append(Step(where, self._node, before, given, place))
+            self.steps.append(Step(where, self._node, before, known, place))
 
     def origin_of(self, result: Tensor) -> str:
         """Return where the difference of a result begins."""
@@ -133,12 +134,13 @@ class Trail:
                 todo += self.steps[number].operands
         for number in sorted(seen):  # in the order in which they ran
             step = self.steps[number]
-            if step.made is not None and step.given:
-                return f"{step.where}{_behind(step.node)}, element {list(step.made)}"
+            if step.unknown_at is not None and step.are_operands_known:
+                where = step.where + _describe_modules_before(step.node)
+                return f"{where}, element {list(step.unknown_at)}"
         return "a move: the expected program makes every value, at another place"
 
 
-def _behind(node: fx.Node | None) -> str:
+def _describe_modules_before(node: fx.Node | None) -> str:
     """Return the modules before a node that is in none itself, in words; "" if it is in one."""
     if node is None or node_fqn(node):
         return ""

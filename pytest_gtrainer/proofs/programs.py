@@ -56,8 +56,8 @@ class Result:
     Attributes:
         elements: int64; of a known tensor its real numbers.
         is_known: it depends on no abstract input.
-        exponents: results are equal, too, if these are.
-        lifted: what elements a known tensor of floats has.
+        exponents: a second form of the elements: results are also equal if these are equal.
+        lifted: the elements of a known tensor of floats, to compare it with an abstract one.
     """
 
     elements: Tensor
@@ -71,7 +71,7 @@ class Result:
             return False
         if self.is_known != other.is_known:
             known, abstract = (self, other) if self.is_known else (other, self)
-            # A product with 0 is 0, as a factory makes it.
+            # An abstract tensor times 0 equals the zeros that a factory makes.
             return known.lifted is not None and torch.equal(known.lifted, abstract.elements)
         if same_bytes(byte_view(self.elements), byte_view(other.elements)):
             return True
@@ -173,7 +173,7 @@ class Program(ABC):
                 self._run(mode, left)
                 end = random_state()
 
-            # A program that draws one number more would change all that is drawn after it.
+            # The random state is a result: one more draw changes all numbers drawn afterwards.
             for name, state in random_states_afterwards(end).items():
                 left.after[name, None] = state
             for name, state in random_states_afterwards(start).items():
@@ -281,7 +281,7 @@ def _with_numbers(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def make_abstract(mode: ArithmeticMode, tensor: Tensor, name: Any) -> None:
-    """Make numbers with a fraction abstract. A view of abstract memory is abstract already."""
+    """Make floating-point numbers abstract. A view of abstract memory is abstract already."""
     tensor = parts_of_complex(tensor)
     if not tensor.is_floating_point() or mode.shadows.has(tensor):
         return
@@ -309,8 +309,8 @@ def _names_that_train(outputs: Mapping[str, Tensor], given: Mapping[str, Tensor]
     )
 
 
-def _keep(tensor: Tensor) -> Callable[[], None]:
-    """Return a function that gives a tensor the numbers and the gradient of now."""
+def _restorer(tensor: Tensor) -> Callable[[], None]:
+    """Return a function that restores a tensor's present numbers and gradient."""
     numbers, gradient = tensor.detach().clone(), None
     if tensor.is_leaf:
         gradient = tensor.grad
@@ -506,9 +506,10 @@ class FunctionProgram(Program):
             left.note_before(mode, (f"{name}{AFTERWARDS}", None), tensor.detach())
         for name, number in python_values(function, given).items():
             left.before[f"{name}{AFTERWARDS}", None] = Result(number, number.dtype, True)
-        # These cannot be copied, since the function reads the originals: so they are put back.
+        # The function reads these tensors themselves, so the run cannot have copies: they are
+        # restored after it.
         for tensor in captured.values():
-            left.put_back.callback(_keep(tensor))
+            left.put_back.callback(_restorer(tensor))
         left.put_back.callback(contents_of(self.function))
         outputs = self._called(mode, function, given)
         check_outputs(outputs)
@@ -518,7 +519,7 @@ class FunctionProgram(Program):
         for name, leaf in named.items():
             left.outputs[name, None] = leaf.detach()
         left.trains = _names_that_train(named, state)
-        # Again, as a program may replace a tensor instead of writing to it.
+        # Looked up again: a program may replace a tensor instead of writing to it.
         held = named_state(function, given) | captured_by(self.function)
         for name, tensor in held.items():
             left.after[f"{name}{AFTERWARDS}", None] = tensor.detach()
@@ -533,7 +534,7 @@ class FunctionProgram(Program):
         except NoMeaning:
             raise
         except Exception as error:
-            # Dynamo, which refuses modes, would refuse the function now in any case.
+            # Dynamo refuses to run under a mode, and would refuse a second call as well.
             if "torch.compile" not in str(error):
                 function, *given = copy_of([self.function, *self.inputs])
                 try:

@@ -12,7 +12,7 @@ Kind = Literal[
     "identical", "other kernels", "reordered", "rounds elsewhere", "another function", "unknown"
 ]
 MOST_NODES = 500
-"""Nodes of a graph that is proven by itself where a comparison fails, in a second or two."""
+"""Largest graph for which a failed comparison makes a proof by itself: a second or two."""
 
 KINDS: tuple[Kind, ...] = ("identical", "other kernels", "reordered", "rounds elsewhere")
 """Kinds of equal, the strongest first."""
@@ -64,7 +64,7 @@ class Proof:
     """The kind of equal that two programs are; ``str(proof)`` says it in three lines.
 
     Attributes:
-        kind: the strongest that holds; "another function" if none does, "unknown" if nobody knows.
+        kind: the strongest that holds; "another function" if none does, "unknown" if that is open.
         compared: how many results were compared, on all ranks.
         first: the first result that differs in the next stronger kind; None if there is none.
         origin: where that begins: the first value of the actual program that the expected one
@@ -74,6 +74,7 @@ class Proof:
         assumes: what the proof takes for granted.
         reason: why nothing is known.
         repairs: what makes the results of parallel ranks equal, such as "a sum over 'tp'".
+        seconds: time spent on each kind; it does not count in comparisons.
     """
 
     kind: Kind
@@ -124,14 +125,15 @@ class AnotherFunction(FailedCheck):
 
 
 def kind_in_words(prove_it: Callable[[], Any], *, nodes: int, call: str) -> str:
-    """Return which kind of equal two sides are, in a line; beyond ``MOST_NODES`` who can say it.
+    """Return one line on the kind of equal; for more than ``MOST_NODES`` nodes, how to prove it.
 
-    Whatever the proof meets, the comparison that failed is what the caller has to hear of.
+    An error of the proof becomes a part of the line, because the caller is about to report the
+    comparison that failed.
 
     Args:
-        prove_it: returns what has a ``kind``, and says it in lines.
-        nodes: of the graph, on all ranks that run.
-        call: proves the same, whatever it takes.
+        prove_it: returns a ``Proof``, or another object with a ``kind`` and lines of text.
+        nodes: number of nodes of the graph, on all ranks that run.
+        call: the Python call that makes the proof, for the line.
     """
     if nodes > MOST_NODES:
         return offer_proof(call)
@@ -146,5 +148,5 @@ def kind_in_words(prove_it: Callable[[], Any], *, nodes: int, call: str) -> str:
 
 
 def offer_proof(call: str) -> str:
-    """Return the line that stands in the place of a proof that would take too long."""
+    """Return the line that a message has in place of a proof that would take too long."""
     return f"rounding or a bug? {call} says which kind of equal"

@@ -42,9 +42,9 @@ from pytest_gtrainer.numerics.bits import as_integers
 from pytest_gtrainer.proofs.alike import OneRankForAll, differ_only_in_floats
 from pytest_gtrainer.proofs.assumptions import (
     UNSEEN,
+    describe_known,
+    describe_unlike,
     is_unchecked,
-    says_known,
-    says_unlike,
     taken_on_trust,
     unlike_operators,
 )
@@ -59,9 +59,9 @@ from pytest_gtrainer.proofs.in_numbers import (
     Difference,
     agreement,
     contradiction,
+    describe_unchecked,
     difference,
     largest,
-    says_unchecked,
 )
 from pytest_gtrainer.proofs.inputs import DrawnInputs, describe_integers, draw_inputs
 from pytest_gtrainer.proofs.on_ranks import GraphOnRanks
@@ -212,7 +212,8 @@ def _identical_by_structure(programs: Sequence[Program], world: AnyWorld | None)
 def prove_at_once(actual: Any, expected: Any, kind: str, *, world: AnyWorld | None = None) -> Proof:
     """Return whether two graphs are equal in this kind, without the time of stronger ones.
 
-    The proof has this kind or "unknown"; arguments and errors are those of ``prove``.
+    The proof has this kind or "unknown"; if two graphs differ in the weakest kind, it is "another
+    function". Arguments and errors are those of ``prove``.
     """
     programs, drawn = _programs(actual, expected, None, world)
     alike = _one_rank_for_all(programs, is_drawn=True)
@@ -259,7 +260,7 @@ def prove_programs(
             if not answer.is_equal:  # expressions that differ may be equal on each rank
                 answer = _look_for(kind, programs)
             if answer.is_equal:
-                answer = _hold_to_numbers(answer, programs, kind, are_alike=bool(alike))
+                answer = _check_in_float64(answer, programs, kind, are_alike=bool(alike))
             seconds[kind] = time.perf_counter() - begun
             if answer.reason:
                 return Proof("unknown", reason=answer.reason, seconds=seconds)
@@ -301,31 +302,32 @@ def _look_for(kind: str, programs: Sequence[Program]) -> _Answer:
             *runs, differ = _run_both(programs, attempt.arithmetic)
         except NoMeaning as error:
             return _Answer(reason=str(error))
-        reason = _first_reason_of_all_ranks(programs, _says_nothing(*runs))
+        reason = _first_reason_of_all_ranks(programs, _why_nothing_is_compared(*runs))
         if reason:
             return _Answer(reason=reason)
         if not differ:
             reason = _first_reason_of_all_ranks(programs, _apart_in_real_numbers(kind, *runs))
             if not reason:
-                reason = _says_cut(*runs)
+                reason = _describe_cut(*runs)
                 if reason:
                     return _Answer(reason=reason)
                 return _Answer(runs, is_equal=True)
             if kind != "identical":
                 return _Answer(reason=reason)
-            # Other bits are no reason to know nothing: a weaker kind may hold.
+            # Bits that differ exclude "identical" alone: a weaker kind may hold.
         first = first or runs
 
     return _Answer(first)
 
 
-def _hold_to_numbers(
+def _check_in_float64(
     answer: _Answer, programs: Sequence[Program], kind: str, *, are_alike: bool
 ) -> _Answer:
-    """Return the answer "equal", unless the numbers of both programs contradict it.
+    """Return the answer "equal", unless float64 numbers of both programs contradict it.
 
-    If nothing is decided, then real numbers of the runs themselves have been compared. So bits need
-    no other look, nor do ranks that are alike: a run of all of them costs more than the proof.
+    Without decisions the real numbers of the runs themselves have been compared. Then "identical"
+    needs no second check. Neither do ranks that are alike: to run all of them costs more than the
+    proof.
     """
     decides = _on_any_rank(programs, any(run.arithmetic.decisions for run in answer.runs))
     if not decides and (kind == "identical" or are_alike):
@@ -339,9 +341,9 @@ def _hold_to_numbers(
         reads = _on_any_rank(programs, any(run.reads for run in answer.runs))
         reason = contradiction(kind, compare, reads=reads)
     except NoMeaning as error:
-        return replace(answer, unchecked=says_unchecked(error))
+        return replace(answer, unchecked=describe_unchecked(error))
     if not reason:
-        # Of the first draw, whose inputs are near those that are given.
+        # The first two runs are those of the first draw, whose inputs are near the given ones.
         reason = _first_reason_of_all_ranks(programs, _apart_in_real_numbers(kind, *runs[:2]))
         if reason and kind == "identical":
             return replace(answer, is_equal=False)  # other bits: a weaker kind may hold
@@ -359,7 +361,7 @@ def _compare_in_numbers(
         runs = [programs[0].run(copy.deepcopy(numbers)), programs[1].run(numbers)]
         all_runs += runs
         numbers.has_digits = any(run.arithmetic.has_digits for run in runs)
-        _share(programs, numbers)
+        _agree_on_draws(programs, numbers)
         return _difference_in_numbers(programs, runs, numbers)
     found = []
     for program in programs:
@@ -368,8 +370,8 @@ def _compare_in_numbers(
     return largest(found)
 
 
-def _share(programs: Sequence[Program], numbers: Numbers) -> None:
-    """Note on each rank what any rank has noted: by it more draws, and tolerances, are chosen."""
+def _agree_on_draws(programs: Sequence[Program], numbers: Numbers) -> None:
+    """Give all ranks the same notes, since these decide on more draws and on tolerances."""
     own = numbers.calls, numbers.coarsest, numbers.has_digits
     of_ranks = programs[0].gather_from_all_ranks(own)
     calls, coarsest, has_digits = zip(*of_ranks, strict=True)
@@ -404,7 +406,7 @@ def _difference_in_numbers(
 
 
 def _first_reason_of_all_ranks(programs: Sequence[Program], own: str) -> str:
-    """Return what the first rank says that says anything."""
+    """Return the reason of the first rank that has one."""
     return next((reason for reason in programs[0].gather_from_all_ranks(own) if reason), "")
 
 
@@ -590,8 +592,8 @@ def _graph_of(program: Any) -> fx.GraphModule | None:
     return None
 
 
-def _says_nothing(actual: ProgramRun, expected: ProgramRun) -> str:
-    """Return why a comparison of two runs would prove nothing; "" if it would."""
+def _why_nothing_is_compared(actual: ProgramRun, expected: ProgramRun) -> str:
+    """Return why a comparison of two runs would prove nothing; "" if it proves something."""
     for run in (expected, actual):
         if not any(
             result.elements.numel() for result in run.results.values() if not result.is_known
@@ -619,7 +621,7 @@ def _says_nothing(actual: ProgramRun, expected: ProgramRun) -> str:
     return ""
 
 
-def _says_cut(actual: ProgramRun, expected: ProgramRun) -> str:
+def _describe_cut(actual: ProgramRun, expected: ProgramRun) -> str:
     """Return which result one program alone cuts from autograd; "" if there is none.
 
     Equal numbers do not train equally then, and no program has computed the gradients.
@@ -743,7 +745,7 @@ def _equal(
         first = _first_difference_on_all_ranks(programs, failed[1], failed[2])
         origin = find_origin(programs, failed[0], first, failed[1].arithmetic)
     assumes = _assumptions(answer.runs, drawn)
-    assumes += says_known(sorted({*programs[0].known(), *programs[1].known()}))
+    assumes += describe_known(sorted({*programs[0].known(), *programs[1].known()}))
     if answer.unchecked:
         assumes += (answer.unchecked,)
     assumes += _assumed_of_launches(programs) + _assumed_of_state(programs)
@@ -819,7 +821,7 @@ def _different(
         factor = next((each for each in factors if each is not None), None)
 
     if unlike and factor is None and first.element is not None:
-        reason = says_unlike(unlike)
+        reason = describe_unlike(unlike)
         return Proof(
             "unknown", len(expected.results), first, origin, reason=reason, seconds=seconds
         )
@@ -873,12 +875,12 @@ def find_origin(
     trail = Trail(expected_elements)
     try:
         programs[1].run(arithmetics[1], expected_elements)
-        with facts.watching({"node": trail.come_to}):
+        with facts.watching({"node": trail.enter_node}):
             programs[0].run(arithmetics[0], trail)
         tensor = programs[0].last.get((first.result, first.rank))
         origin = "" if tensor is None else trail.origin_of(tensor)
     except NoMeaning:
-        origin = ""  # who looks reads more tensors than the programs do
+        origin = ""  # the search reads more tensors than the programs do, such as sparse ones
     return _first_reason_of_all_ranks(programs, origin)
 
 

@@ -26,7 +26,8 @@ from pytest_gtrainer.numerics.compare import compare
 from pytest_gtrainer.numerics.graph_run import has_storage, spell_values
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_PLAIN = (
+# Values of these types hold no tensors, so nothing in them has to be followed.
+_WITHOUT_TENSORS = (
     *(bool, int, float, complex, str, bytes, type(None), range, slice, type(...)),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
     *(types.FunctionType, types.BuiltinFunctionType, type),
@@ -46,7 +47,7 @@ def named_state(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
         elif isinstance(leaf, nn.Module):
             for name, tensor in _tensors_of(leaf, where):
                 found[prefix + name] = tensor
-        elif not isinstance(leaf, _PLAIN):
+        elif not isinstance(leaf, _WITHOUT_TENSORS):
             raise ValueError(
                 f"{where} is a {type(leaf).__name__}, and nobody follows what it holds: give "
                 "tensors and modules, in tuples, lists and dicts, and make the rest inside of "
@@ -79,10 +80,10 @@ def _leaves(function: Any, inputs: Sequence[Any]) -> Iterator[tuple[str, str, An
 
 
 def python_values(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
-    """Return what a call is given besides tensors, and may change, each as a known tensor.
+    """Return the Python values of a call that it may change, each as a known tensor.
 
-    Values in lists and dicts. Of modules, which parts train, which parameters require a gradient,
-    and numbers that are plain attributes, such as counters, also in lists and dicts.
+    These are values in lists and dicts, and of modules: which submodules are in training mode,
+    which parameters require a gradient, and numbers that are plain attributes, such as counters.
     """
     modes: list[bool] = []
     trainable: list[bool] = []
@@ -204,7 +205,7 @@ def _refuse_captured_modules(part: nn.Module, has: str) -> None:
 def captured_by(function: Any) -> dict[str, Tensor]:
     """Return the tensors that a function holds, which are known numbers to it.
 
-    Of a generator of random numbers that is its state.
+    A generator of random numbers counts by its state.
 
     Raises:
         ValueError: it is compiled, or holds a module or an optimiser.
@@ -255,8 +256,8 @@ def tensors_held_by(function: Any) -> dict[str, Tensor]:
 def _held_by(function: Any) -> Iterator[tuple[str, Any]]:
     """Yield what a function can reach, by name: also in containers, objects and other functions.
 
-    Of the class of an object that is what any of these functions may read of it: attributes and
-    methods by name, and those that Python calls by itself.
+    An object also reaches what its class gives it: attributes and methods whose names one of
+    these functions reads, and methods that Python calls by itself.
     """
     seen: set[int] = set()
     names = set(_CALLED_BY_PYTHON) | _names_in_function(function)
@@ -264,7 +265,12 @@ def _held_by(function: Any) -> Iterator[tuple[str, Any]]:
     left = list(_directly_held_by(function))
     if isinstance(function, nn.Module):
         left += _tensors_read_by_classes(function)
-    while left or (left := _held_by_classes(objects, names, seen)):
+    while True:
+        if not left:
+            # Last, as each function that was found may read more names.
+            left = _held_by_classes(objects, names, seen)
+        if not left:
+            return
         name, value = left.pop(0)
         if id(value) in seen:
             continue
@@ -328,9 +334,10 @@ def _names_in_function(value: Any) -> set[str]:
 
 
 def _is_of_a_user(value: Any) -> bool:
-    """Return whether a function, or the class of an object, is none of a library's.
+    """Return whether a function, or the class of an object, belongs to the user.
 
-    Those hold much, such as tables of operators, and no numbers of the program.
+    What belongs to a library is not followed: it holds much, such as tables of operators, and no
+    numbers of the program.
     """
     of = value if inspect.isroutine(value) else type(value)
     if isinstance(value, (functools.partial, *_HOLDERS)):
@@ -353,7 +360,7 @@ _LIBRARIES = ("torch", "numpy", "pytest", "_pytest", "pytest_gtrainer", "pluggy"
 def _directly_held_by(function: Any) -> Iterator[tuple[str, Any]]:
     """Yield what a function closes over, is bound to, has by default, or reads of its module.
 
-    Of an object, its attributes.
+    For an object these are its attributes.
     """
     while isinstance(function, functools.partial):
         for place, value in enumerate(function.args):
@@ -388,7 +395,7 @@ def _slots_of(value: Any) -> dict[str, Any]:
 def _globals_of(function: types.FunctionType) -> dict[str, Any]:
     """Return the globals that a function may read: also in functions and lambdas inside of it.
 
-    Of classes and modules of a user that is what it may read of these, such as ``settings.SCALE``.
+    Attributes of a user's classes and modules count too, such as ``settings.SCALE``.
     """
     names = _names_in(function.__code__)
     found = {name: function.__globals__[name] for name in names if name in function.__globals__}
@@ -409,10 +416,10 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 
 def contents_of(function: Any) -> Callable[[], None]:
-    """Return a function that puts back what the objects that a function holds now have in them.
+    """Return a function that restores the contents of all objects that ``function`` holds.
 
-    A call may replace a tensor of an object, of a list, or of a closure. The function is none of
-    the proof's own, so the next run, and the user, would find what was put there.
+    A call may replace a tensor of an object, of a list, or of a closure. The objects are the
+    user's, so the next run, and the user, would find what was put there.
     """
     undo: list[Callable[[], object]] = []
     for _, value in [("", function), *_held_by(function)]:
@@ -505,12 +512,12 @@ class HeldState:
                 yield f"captured {where}", None, "", value
 
     def written(self) -> dict[str, Tensor]:
-        """Return what is otherwise now, by name."""
+        """Return the tensors and gradients that have changed, by name."""
         before = {name: tensor for name, _, _, tensor in self._places}
         found: dict[str, Tensor] = {}
         for name, _, _, tensor in self._find():
             known = before.get(name)
-            if not _is_plain(tensor) or not _is_plain(known):
+            if not _is_empty_or_has_storage(tensor) or not _is_empty_or_has_storage(known):
                 continue
             if tensor is None:
                 continue
@@ -533,7 +540,8 @@ class HeldState:
             if container is not None and is_new and tensor is not None:
                 del container[key]
         for _, container, key, tensor in self._places:
-            if container is not None and _is_plain(tensor) and _is_plain(container.get(key)):
+            ours = container is not None and _is_empty_or_has_storage(container.get(key))
+            if container is not None and ours and _is_empty_or_has_storage(tensor):
                 container[key] = tensor
             if tensor is not None and id(tensor) in self._numbers:
                 numbers = self._numbers[id(tensor)]
@@ -543,7 +551,7 @@ class HeldState:
             tensor.grad = gradient
 
 
-def _is_plain(tensor: Tensor | None) -> bool:
+def _is_empty_or_has_storage(tensor: Tensor | None) -> bool:
     """Return whether this is an empty place or a tensor of numbers in memory."""
     return tensor is None or has_storage(tensor)
 
@@ -586,7 +594,7 @@ def copy_of(values: list[Any]) -> list[Any]:
 def check_outputs(outputs: Any) -> None:
     """Refuse results that are no tensors and may hold some."""
     for leaf in pytree.tree_leaves(outputs):
-        if not isinstance(leaf, (Tensor, *_PLAIN)):
+        if not isinstance(leaf, (Tensor, *_WITHOUT_TENSORS)):
             name = type(leaf).__name__
             raise ValueError(
                 f"the function returns a {name}, in which nothing can be compared: return tensors, "

@@ -1,15 +1,14 @@
 """Prove two large graphs identical by running only what they do not share.
 
-Calls of one operator on equal arguments have equal values, whatever these are. So every node gets
-a number before anything runs, the same for equal calls in both graphs. Results of equal numbers are
-equal. Of other results both graphs are followed back in step, as long as both call one operator
-with the same settings. Where they do not, they part: there a part of each runs, whose inputs are
-the values that both graphs make. As these inputs stand for any numbers, parts that are identical
-are identical in the graphs.
+Two calls of one operator on equal arguments have equal values. So each node gets a number before
+anything runs, and equal calls in both graphs get the same number. Results with the same number are
+equal. For other results, walk back through both graphs in step, as long as both call the same
+operator with the same settings. The first pair of calls that differ is where they part. There a
+part of each graph runs, whose inputs are the values that both graphs have in common. These inputs
+are abstract, so what is proven of the parts holds in the whole graphs.
 
-That finds nothing but "identical". Where it does not, or where a graph writes to memory, draws
-random numbers, or has modules inside, the whole graphs have to run. It costs a few microseconds a
-node.
+This proves "identical" or nothing. The whole graphs have to run if it proves nothing, or if a graph
+writes to memory, draws random numbers, or contains modules. Cost: a few microseconds a node.
 """
 
 import operator
@@ -29,12 +28,12 @@ from pytest_gtrainer.proofs.proof import Proof
 FEWEST_NODES = 2000
 """Smaller graphs run as they are, in a second, and say more of what they take for granted."""
 
-_LARGEST_PART = 0.25
-_PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_LARGEST_PART = 0.25  # of all nodes: to run more takes as long as to run the whole graph
+_LITERALS = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-class _RunsAsAWhole(Exception):
-    """A graph has something of which its nodes do not say what it does."""
+class _HasToRun(Exception):
+    """A graph has a node whose effect its arguments do not determine: the whole graph has to run."""
 
 
 class _Call(NamedTuple):
@@ -87,9 +86,9 @@ def prove_by_structure(
     table: dict[Any, int] = {}
     try:
         sides = [_number(gm, table) for gm in graphs]
-        if not all(_says_something(side) for side in sides):
+        if not all(_has_abstract_result(side) for side in sides):
             return None
-        pairs = list(_where_they_part(*sides))
+        pairs = list(_pairs_that_part(*sides))
         if not pairs:
             return Proof("identical")
         shared = set(sides[0].numbers.values()) & set(sides[1].numbers.values())
@@ -100,7 +99,7 @@ def prove_by_structure(
             return None
         inputs = parts[0].inputs | parts[1].inputs
         proof = prove_parts([part.as_graph(inputs) for part in parts])
-    except (_RunsAsAWhole, ValueError):  # an input that nobody can make up
+    except (_HasToRun, ValueError):  # an input that nobody can make up
         return None
     return proof if proof.kind == "identical" else None
 
@@ -115,7 +114,7 @@ def _number(gm: fx.GraphModule, table: dict[Any, int]) -> _Numbered:
         if node.op == "placeholder":
             key, inputs = ("input", inputs), inputs + 1
         elif node.op != "output" and not _is_function(node):
-            raise _RunsAsAWhole
+            raise _HasToRun
         elif _is_unwritten(node):
             key = object()  # memory that nobody has written equals no other
         side.numbers[node] = table.setdefault(key, len(table))
@@ -136,9 +135,9 @@ def _call(node: fx.Node, table: dict[Any, int]) -> _Call:
             return fx.Node
         if isinstance(argument, list | tuple):
             return (type(argument), *map(setting, argument))
-        if argument is None or isinstance(argument, _PLAIN):
+        if argument is None or isinstance(argument, _LITERALS):
             return (type(argument), repr(argument))  # -0.0 equals 0.0, and 1 equals True
-        raise _RunsAsAWhole
+        raise _HasToRun
 
     arguments = setting(node.args)
     keywords = [(name, setting(node.kwargs[name])) for name in sorted(node.kwargs)]
@@ -166,15 +165,15 @@ def _is_float(node: fx.Node) -> bool:
         return False
     count = value.numel()
     if not isinstance(count, int):
-        raise _RunsAsAWhole  # a symbolic size
+        raise _HasToRun  # a symbolic size
     return count > 0
 
 
-def _says_something(side: _Numbered) -> bool:
+def _has_abstract_result(side: _Numbered) -> bool:
     return any(_is_float(node) and node in side.abstract for node in side.results)
 
 
-def _where_they_part(actual: _Numbered, expected: _Numbered) -> Iterator[tuple[fx.Node, fx.Node]]:
+def _pairs_that_part(actual: _Numbered, expected: _Numbered) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield the pairs of values that have to be equal, so that all results are."""
     todo = [(actual.output, expected.output)]
     seen = set(todo)
@@ -190,7 +189,7 @@ def _where_they_part(actual: _Numbered, expected: _Numbered) -> Iterator[tuple[f
                     seen.add(pair)
                     todo.append(pair)
         elif first.op == "output":
-            raise _RunsAsAWhole
+            raise _HasToRun
         else:
             yield first, second
 
@@ -211,7 +210,7 @@ class _Part:
             if number in shared and may_be_input:
                 self.inputs[number] = value_of(node)
             elif node.op == "placeholder" or not isinstance(value_of(node), Tensor | list | tuple):
-                raise _RunsAsAWhole  # whole numbers, or those that it reads, stay what they are
+                raise _HasToRun  # whole numbers, or those that it reads, stay what they are
             elif node not in self.nodes:
                 self.nodes.add(node)
                 todo += node.all_input_nodes

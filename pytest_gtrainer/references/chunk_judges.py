@@ -53,8 +53,8 @@ from pytest_gtrainer.passes.chunking.mixing import (
     RowInfo,
     Rows,
     Statistic,
+    has_static_shape,
     indices_of,
-    is_plain,
     is_row_numbers,
     propagate,
     refuse_mixing,
@@ -477,7 +477,7 @@ class ForwardJudge(TorchDispatchMode):
 
     def _reshaped_dims(self, source: Tensor, known: Rows, result: Tensor) -> tuple[int, ...]:
         """Return where the rows are after a reshape, which keeps the elements in front of them."""
-        if not is_plain(source) or not is_plain(result):
+        if not has_static_shape(source) or not has_static_shape(result):
             return self._dims_by_extent(result)
         front = known.positions_in_front(source)
         # An extent of 1 has no place of its own: it is alone, or merged with what is in front.

@@ -30,8 +30,8 @@ from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.facts import spell_some
 from pytest_gtrainer.proofs.anyorder import AnyOrder
 from pytest_gtrainer.proofs.assumptions import (
-    says_known,
-    says_unlike,
+    describe_known,
+    describe_unlike,
     taken_on_trust,
     unlike_operators,
 )
@@ -41,9 +41,9 @@ from pytest_gtrainer.proofs.in_numbers import (
     Difference,
     agreement,
     contradiction,
+    describe_unchecked,
     difference,
     largest,
-    says_unchecked,
 )
 from pytest_gtrainer.proofs.on_ranks import exchange_on_ranks
 from pytest_gtrainer.proofs.proof import AnotherFunction, FirstDifference, Kind, Proof
@@ -493,7 +493,7 @@ def _against_numbers(kind: Kind, both: _Both, subject: _Subject) -> Proof:
     elif kind == _LAST and proof.first is not None and proof.first.element is not None:
         unlike = unlike_operators(arithmetics[:-1], arithmetics[-1:])
         if unlike and proof.factor is None:
-            reason = says_unlike(unlike)
+            reason = describe_unlike(unlike)
         else:
             reason = agreement(
                 lambda numbers: subject.in_numbers(numbers)[0],
@@ -505,7 +505,7 @@ def _against_numbers(kind: Kind, both: _Both, subject: _Subject) -> Proof:
         *proof.assumes,
         *_said_of_gradients(expected),
         *_said_of_precision(kind, found),
-        *says_known(expected.known),
+        *describe_known(expected.known),
         *_said_of_compiled(found),
         *taken_on_trust(arithmetics, reads),
     )
@@ -523,7 +523,7 @@ def _held_to_numbers(proof: Proof, kind: Kind, subject: _Subject, *, reads: bool
     try:
         reason = contradiction(kind, compare, reads=reads) or says[0]
     except NoMeaning as error:
-        return replace(proof, assumes=(says_unchecked(error),))
+        return replace(proof, assumes=(describe_unchecked(error),))
     return Proof("unknown", reason=reason) if reason else proof
 
 
@@ -780,13 +780,13 @@ def _compare(
             different = _difference(name, rank, own, expects)
             if different is not None:
                 return _explain(different, found, expected, mesh)
-    reason = _says_nothing(found, expected) or _apart_in_real_numbers(found, expected)
+    reason = _why_nothing_is_compared(found, expected) or _apart_in_real_numbers(found, expected)
     if reason:
         return Proof("unknown", reason=reason)
     return Proof(kind, compared=sum(len(side.results()) for side in found))
 
 
-def _says_nothing(found: Sequence[SideResults], expected: SideResults) -> str:
+def _why_nothing_is_compared(found: Sequence[SideResults], expected: SideResults) -> str:
     """Return why equal elements would prove nothing; "" if they do.
 
     All NaN are equal, and infinities too, whatever they are made of.

@@ -54,7 +54,7 @@ from pytest_gtrainer.worlds.simulated.interpreter import (
 from pytest_gtrainer.worlds.simulated.interpreter.program import one_thread
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 from pytest_gtrainer.worlds.simulated.net import Net
-from pytest_gtrainer.worlds.simulated.threads.group import Under
+from pytest_gtrainer.worlds.simulated.threads.group import MakeContext
 from pytest_gtrainer.worlds.simulated.threads.run import run_threads
 from pytest_gtrainer.worlds.simulated.threads.team import ProcessState, state_kept
 from pytest_gtrainer.worlds.spec import World
@@ -112,7 +112,7 @@ def simulated_eager(
     mesh: Mapping[str, int] | None = None,
     steps: int | None = None,
     recorders: Sequence[Record] | None = None,
-    under: Under = nullcontext,
+    under: MakeContext = nullcontext,
 ) -> SimulatedRun:
     """Train with ``fully_shard`` on ``net.size`` ranks, whose reductions add in the order of
     ``net``.
@@ -182,7 +182,7 @@ class SimulatedGraphRun:
         graph = self._rank_graph(self._literals.lift(self._run.traced.gm))
         self._interpreter = Interpreter(graph, self._net)
         self.group_of = graph.group_of
-        self._under: Under = nullcontext
+        self._under: MakeContext = nullcontext
         self._starts = run_threads(world.size, self._start, net=self._net)
 
     def _find_literals(self, options: Mapping[str, Any]) -> RankLiterals:
@@ -267,7 +267,7 @@ class SimulatedGraphRun:
         return other
 
     def started_under(
-        self, under: Under, net: Net, change: Callable[[TrainConfig], TrainConfig]
+        self, under: MakeContext, net: Net, change: Callable[[TrainConfig], TrainConfig]
     ) -> "SimulatedGraphRun":
         """Return the same graph with another net, and with models that ``change`` makes.
 

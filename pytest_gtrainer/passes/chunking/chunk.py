@@ -14,7 +14,7 @@ from pytest_gtrainer._torch.passes import ALL_TO_ALL, WAIT
 from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer.graph.collectives import group_of
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, is_collective
-from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, described
+from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, describe
 from pytest_gtrainer.passes.chunking.mixing import (
     HOW_MANY,
     Call,
@@ -59,10 +59,10 @@ def check_extents(twins: Twins, config: ChunkConfig) -> None:
             is_checked = True
             ours = node.meta["val"].shape[dim]
             theirs = twins.part_of[node].meta["val"].shape[dim]
-            wanted = config.chunk_extent(ours, f"{config.module_fqn} reads {described(node)}")
+            wanted = config.chunk_extent(ours, f"{config.module_fqn} reads {describe(node)}")
             if theirs != wanted:
                 raise ChunkError(
-                    f"{config.module_fqn}: the twin of {described(node)} has extent {theirs} where "
+                    f"{config.module_fqn}: the twin of {describe(node)} has extent {theirs} where "
                     f"the {config.chunk_dim} dimension has {ours}; a chunk of {config.num_chunks} "
                     f"has {wanted}: trace it with the same ChunkConfig"
                 )
@@ -91,11 +91,11 @@ def check_bodies(
             # Experts exchange rows chunk by chunk; gradients are summed over chunks.
             is_allowed = node.target in (ALL_TO_ALL, WAIT) or node in reductions
             if is_collective(node) and not is_allowed:
-                raise collective_error(described(node), group_of(node), root)
+                raise collective_error(describe(node), group_of(node), root)
             for source in node.all_input_nodes if is_forward else ():
                 if direction(source) == BACKWARD:
                     raise ChunkError(
-                        f"{described(node)} in the forward of {root} reads {described(source)} of "
+                        f"{describe(node)} in the forward of {root} reads {describe(source)} of "
                         "the backward: which chunk's value it would be is not known; mark "
                         "recomputed nodes as the backward's"
                     )
@@ -156,7 +156,7 @@ class BodyJudge:
         part = self.twins.part_of[node]
         part_args = (part.args, part.kwargs) if direction(node) == FORWARD else None
         call = Call(node.target, args, kwargs, self._results_of(node), part_args)
-        self.known[node] = propagate(call, described(node), root, self.config, self.warned)
+        self.known[node] = propagate(call, describe(node), root, self.config, self.warned)
         # What is written later is read through any view of the memory, so it is kept by storage.
         for storage in self.storages.written.get(node, ()):
             if storage in self.bodies:
@@ -179,7 +179,7 @@ class BodyJudge:
             return
         wrong += f" and leaves the module in dimension {known.dims[0]}"
         mixing = Mixing(wrong, is_of_chunk=is_of_chunk)
-        refuse_mixing(described(node), mixing, root, self.config, self.warned)
+        refuse_mixing(describe(node), mixing, root, self.config, self.warned)
 
     def _results_of(self, node: fx.Node) -> list[tuple[Any, Sequence[int]]]:
         """Return the values of a node, each with its dimensions that are the chunk dimension."""
@@ -218,7 +218,7 @@ class BodyJudge:
             return None
         dims = self.twins.dims.get(node, [])
         if len(dims) != 1:
-            return Statistic(f"{described(node)}, by {HOW_MANY}", is_count=True)
+            return Statistic(f"{describe(node)}, by {HOW_MANY}", is_count=True)
         ours = constant(self.twins.full, node)
         theirs = constant(self.twins.part, self.twins.part_of[node])
         first = ours.select(dims[0], 0)
@@ -249,7 +249,7 @@ def _check_fixed_extent(node: fx.Node, region: Region, twins: Twins) -> None:
     for ours, theirs in zip(shape[:dim], part_shape[:dim], strict=True):
         if ours == theirs == extent:
             raise ChunkError(
-                f"{described(node)} in {region.key.root} has the full extent {extent} as a fixed "
+                f"{describe(node)} in {region.key.root} has the full extent {extent} as a fixed "
                 f"number: a chunk of {list(twins.part_of[source].meta['val'].shape)} would become "
                 f"{list(part_shape)}. Write x.shape[{source_dim}], or -1, in its place"
             )

@@ -24,7 +24,7 @@ class ChunkWarning(UserWarning):
     """A chunked region computes with row numbers, or with counts of rows, which are a chunk's."""
 
 
-def described(node: fx.Node) -> str:
+def describe(node: fx.Node) -> str:
     """Return a node as text: name, operator, extents, module and, if it is known, source line."""
     is_call = node.op == "call_function"
     text = f"{node.name} = {node.target}" if is_call else f"{node.op} {node.target}"

@@ -732,10 +732,10 @@ def _describe_order(call: Call) -> str | None:
     unordered = (Content.UNIFORM, Content.ROUTED, Content.ROUTING)
     rows = []
     for operand, known in call.rows():
-        if is_plain(operand.value) and known.content not in unordered:
+        if has_static_shape(operand.value) and known.content not in unordered:
             rows.append((operand.value, known))
     result, dims = call.results[0]
-    if call.name in RESHAPES and rows and is_plain(result) and dims:
+    if call.name in RESHAPES and rows and has_static_shape(result) and dims:
         source, known = rows[0]
         if known.positions_in_front(source) % math.prod(result.shape[: dims[0]]):
             return (
@@ -754,7 +754,7 @@ def _describe_order(call: Call) -> str | None:
     return None
 
 
-def is_plain(tensor: Any) -> bool:
+def has_static_shape(tensor: Any) -> bool:
     """Return whether the extents of a tensor are all numbers, and none depends on data."""
     return isinstance(tensor, torch.Tensor) and all(type(extent) is int for extent in tensor.shape)
 
@@ -847,7 +847,11 @@ def is_row_numbers(call: Call) -> bool:
 def _front_of(call: Call, value: Any, dim: int) -> int:
     """Return ``Rows.front`` of a result that has the chunk dimension in ``dim``."""
     rows = call.rows()
-    if not rows or not is_plain(value) or not all(is_plain(one.value) for one, _ in rows):
+    if (
+        not rows
+        or not has_static_shape(value)
+        or not all(has_static_shape(one.value) for one, _ in rows)
+    ):
         return 1
     if call.name in RESHAPES:
         ((source, known),) = rows

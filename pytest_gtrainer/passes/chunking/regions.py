@@ -288,19 +288,19 @@ class _BodySearch:
         # Then eager code adds it outside of the module.
         forward = RegionKey(key.root, FORWARD)
         for source in self.entering.get(forward, ()):
-            if not alike(source.meta["val"], node.meta["val"]):
+            if not may_be_gradient_of(source.meta["val"], node.meta["val"]):
                 continue
             for user in source.users:
-                if self.found.get(user) != forward and propagates(user):
+                if self.found.get(user) != forward and may_have_gradient(user):
                     return False
         return True
 
 
-def alike(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+def may_be_gradient_of(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     """Return whether one may be the gradient of the other."""
     return (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
 
 
-def propagates(user: fx.Node) -> bool:
+def may_have_gradient(user: fx.Node) -> bool:
     """Return whether a use may have a gradient."""
     return direction(user) != BACKWARD and is_inexact(user.meta.get("val"))

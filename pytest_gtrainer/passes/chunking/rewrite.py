@@ -28,14 +28,20 @@ from pytest_gtrainer.graph.nodes import (
     annotation,
     direction,
 )
-from pytest_gtrainer.passes.chunking.config import ChunkError, described
-from pytest_gtrainer.passes.chunking.regions import Region, RegionKey, Storages, alike, propagates
+from pytest_gtrainer.passes.chunking.config import ChunkError, describe
+from pytest_gtrainer.passes.chunking.regions import (
+    Region,
+    RegionKey,
+    Storages,
+    may_be_gradient_of,
+    may_have_gradient,
+)
 from pytest_gtrainer.passes.chunking.schedule import units_in_order
 from pytest_gtrainer.passes.chunking.twins import Twins, constant, unknown_dims
 
 
 @dataclass(frozen=True, slots=True)
-class Contributions:
+class TermGroup:
     """Consecutive terms of a sum that come from one region, with what the region passes on.
 
     ``region`` is None for a term from outside of all regions.
@@ -56,7 +62,7 @@ class Sums:
     """
 
     def __init__(self, twins: Twins, region_of: Mapping[fx.Node, Region]) -> None:
-        self.tops: dict[fx.Node, list[Contributions]] = {}
+        self.tops: dict[fx.Node, list[TermGroup]] = {}
         self.partial: set[fx.Node] = set()
         regions = {region.key: region for region in region_of.values()}
         terms_of: dict[fx.Node, list[fx.Node]] = {}
@@ -73,13 +79,13 @@ class Sums:
         for node, terms in terms_of.items():
             if region_of.keys().isdisjoint(terms):
                 continue
-            groups: list[Contributions] = []
+            groups: list[TermGroup] = []
             for term in terms:
                 region = region_of.get(term)
                 if groups and region is not None and groups[-1].region is region:
-                    groups[-1] = Contributions(region, (*groups[-1].nodes, term))
+                    groups[-1] = TermGroup(region, (*groups[-1].nodes, term))
                 else:
-                    groups.append(Contributions(region, (term,)))
+                    groups.append(TermGroup(region, (term,)))
             if node in twins.dims:
                 groups = _include_passed_on(groups, node, twins, regions)
             self.tops[node] = groups
@@ -87,8 +93,8 @@ class Sums:
 
 
 def _include_passed_on(
-    groups: list[Contributions], top: fx.Node, twins: Twins, regions: Mapping[RegionKey, Region]
-) -> list[Contributions]:
+    groups: list[TermGroup], top: fx.Node, twins: Twins, regions: Mapping[RegionKey, Region]
+) -> list[TermGroup]:
     """Move terms that pass through a region, as a residual's gradient does, into its group.
 
     Each chunk of an eager run adds these terms itself. Gradients of uses behind the region, or in
@@ -106,17 +112,17 @@ def _include_passed_on(
         for source in read:
             if source in body or source not in twins.dims:
                 continue
-            if not alike(source.meta["val"], top.meta["val"]):
+            if not may_be_gradient_of(source.meta["val"], top.meta["val"]):
                 continue
             for use in source.users:
-                if use not in body and propagates(use):
+                if use not in body and may_have_gradient(use):
                     uses_behind += use > forward.body[0]
                     uses_in_front += use <= forward.body[0]
     # The engine runs backwards: gradients of the latest uses arrive first.
     first = min(place, uses_behind)
     last = max(place, len(groups) - 1 - uses_in_front)
     inner = tuple(node for group in groups[first : last + 1] for node in group.nodes)
-    return [*groups[:first], Contributions(region, inner), *groups[last + 1 :]]
+    return [*groups[:first], TermGroup(region, inner), *groups[last + 1 :]]
 
 
 aten = torch.ops.aten
@@ -173,7 +179,7 @@ class Rewrite:
 
     # what is not chunked
 
-    def _terms(self, group: Contributions, top: fx.Node) -> list[fx.Node]:
+    def _terms(self, group: TermGroup, top: fx.Node) -> list[fx.Node]:
         """Return the new terms of a sum that come from one group."""
         if group.region is None:
             return [self._whole(group.nodes[0])]
@@ -214,7 +220,7 @@ class Rewrite:
                 pieces = self.chunks[source]  # saved by the forward of the same chunk
             elif unknown_dims(source.meta.get("val")):
                 raise ChunkError(
-                    f"{described(source)} has an extent that is known only at run time, so "
+                    f"{describe(source)} has an extent that is known only at run time, so "
                     f"{region.key.root} cannot read it chunk by chunk: compute it inside the module"
                 )
             else:
@@ -342,9 +348,9 @@ class Rewrite:
             if dim is not None or region.key.direction != FORWARD:
                 return dim
             wrong = "does not have the chunk dimension"
-        users = [described(user) for user in node.users if user not in self.region_of]
+        users = [describe(user) for user in node.users if user not in self.region_of]
         raise ChunkError(
-            f"{described(node)} leaves the chunked module {region.key.root} but {wrong}, so the "
+            f"{describe(node)} leaves the chunked module {region.key.root} but {wrong}, so the "
             f"chunks' values cannot be put together for {', '.join(users[:3])}: compute it outside "
             "the module, or use it inside"
         )
@@ -360,13 +366,13 @@ class Rewrite:
         """Refuse another dimension, or other strides, than eager chunking hands over."""
         if dim != self.dim:
             raise ChunkError(
-                f"{described(node)} {does} the chunked module {region.key.root} with the chunk "
+                f"{describe(node)} {does} the chunked module {region.key.root} with the chunk "
                 f"dimension in place {dim}; eager chunking cuts and joins along {self.dim}: hand "
                 "over tensors that have it there"
             )
         if direction(node) == FORWARD and not node.meta["val"].is_contiguous():
             raise ChunkError(
-                f"{described(node)} {does} the chunked module {region.key.root} with strides "
+                f"{describe(node)} {does} the chunked module {region.key.root} with strides "
                 f"{list(node.meta['val'].stride())}; eager chunking hands over contiguous tensors, "
                 "for which other operators may run: make it .contiguous()"
             )

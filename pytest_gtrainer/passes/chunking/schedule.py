@@ -18,7 +18,7 @@ from torch import fx
 from pytest_gtrainer._torch.passes import ALL_TO_ALL
 from pytest_gtrainer.graph.collectives import group_of
 from pytest_gtrainer.graph.nodes import chunk_annotation, direction, is_random, node_fqn
-from pytest_gtrainer.passes.chunking.config import ChunkError, described
+from pytest_gtrainer.passes.chunking.config import ChunkError, describe
 from pytest_gtrainer.passes.chunking.regions import Region, RegionKey, Storages
 from pytest_gtrainer.passes.graph_pass import graph_pass
 
@@ -44,7 +44,7 @@ def units_in_order(
             through = unit if isinstance(unit, fx.Node) else unit.body[0]
             raise ChunkError(
                 f"the {region.key.direction} region of {region.key.root} leaves and re-enters the "
-                f"module: it depends on {described(through)}, which depends on it. Move what lies "
+                f"module: it depends on {describe(through)}, which depends on it. Move what lies "
                 "between into the module, or out of it"
             )
     return list(ordered)
@@ -152,7 +152,7 @@ def _chunks_with_exchanges(nodes: Sequence[fx.Node]) -> list[dict[int, list[fx.N
         for key in regions:
             if f"{node_fqn(node)}.".startswith(f"{key.root}."):
                 raise ChunkError(
-                    f"{described(node)} is an exchange of the chunked module {key.root}, but no "
+                    f"{describe(node)} is an exchange of the chunked module {key.root}, but no "
                     "chunk's: its annotation was lost on the way; keep meta['custom'] in the "
                     "passes before this one"
                 )

@@ -28,7 +28,7 @@ from pytest_gtrainer._torch.graph_modules import empty_graph, finished
 from pytest_gtrainer._torch.values import SYMBOLIC, value_like
 from pytest_gtrainer.graph.nodes import DYNAMIC_DIMS, leaves_of
 from pytest_gtrainer.graph.same_on_ranks import nodes_within
-from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, described
+from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, describe
 
 
 class Twins:
@@ -63,7 +63,7 @@ class Twins:
         (dim, *others), part = self.dims[node], self.part_of[node].meta["val"]
         if others or node.meta["val"].shape[dim] != self.num_chunks * part.shape[dim]:
             raise ChunkError(
-                f"{described(node)} is {list(part.shape)} for one chunk of {self.num_chunks}: it "
+                f"{describe(node)} is {list(part.shape)} for one chunk of {self.num_chunks}: it "
                 "can neither be cut into chunks nor joined from them; keep it inside the chunked "
                 "module"
             )
@@ -90,8 +90,8 @@ def aligned(full: fx.GraphModule, part: fx.GraphModule) -> Iterator[tuple[fx.Nod
     known: dict[fx.Node | None, fx.Node | None] = {}
     for node, twin in itertools.zip_longest(full.graph.nodes, part.graph.nodes):
         if node is None or twin is None or not _correspond(node, twin, known):
-            ours = "nothing" if node is None else described(node)
-            theirs = "nothing" if twin is None else described(twin)
+            ours = "nothing" if node is None else describe(node)
+            theirs = "nothing" if twin is None else describe(twin)
             raise ChunkError(
                 "the operators of the step depend on the chunk dimension's extent. The first that "
                 f"differ: at full extent {ours}, at the extent of one chunk {theirs}. Leave loops "
@@ -233,7 +233,7 @@ def input_extents(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> E
                 number = traced.get(symbol, extent.node.hint)
             if number is None:
                 raise ChunkError(
-                    f"the extent of {described(node)} in dimension {dim} is not known: give "
+                    f"the extent of {describe(node)} in dimension {dim} is not known: give "
                     "example_inputs"
                 )
             extents.setdefault(symbol, int(number))
@@ -254,7 +254,7 @@ def at_extents(gm: fx.GraphModule, extents: Extents) -> fx.GraphModule:
         for symbol in [*symbols_of(node.meta.get("val")), *symbols_of([node.args, node.kwargs])]:
             if symbol in extents:
                 raise ChunkError(
-                    f"{described(node)} still refers to {symbol} after its extent was put in: "
+                    f"{describe(node)} still refers to {symbol} after its extent was put in: "
                     "values may hold symbols in tensors, numbers, and lists or tuples of them"
                 )
     return made
@@ -271,7 +271,9 @@ class _Substitution:
 
     def run(self) -> fx.GraphModule:
         for node in self.gm.graph.nodes:
-            if node.op == "call_function" and (self._is_literal(node) or self._is_fact(node)):
+            if node.op == "call_function" and (
+                self._becomes_number(node) or self._asserts_numbers(node)
+            ):
                 continue
             args, kwargs = self._mapped(node.args), self._mapped(node.kwargs)
             copied = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
@@ -296,7 +298,7 @@ class _Substitution:
 
         return fx.node.map_aggregate(arguments, mapped)
 
-    def _is_literal(self, node: fx.Node) -> bool:
+    def _becomes_number(self, node: fx.Node) -> bool:
         """Return whether a node only computes a size, and note the number that it has become."""
         value = node.meta.get("val")
         if not isinstance(value, SYMBOLIC) or node.meta.get("unbacked_bindings"):
@@ -307,7 +309,7 @@ class _Substitution:
         self.known[node] = number
         return True
 
-    def _is_fact(self, node: fx.Node) -> bool:
+    def _asserts_numbers(self, node: fx.Node) -> bool:
         """Return whether a node asserts something of literals alone; refuse what is false."""
         name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
         if node.target is aten._assert_scalar.default:
@@ -322,7 +324,7 @@ class _Substitution:
             return False
         if not fact:
             raise ChunkError(
-                f"with {self.numbers} the assertion {described(node)} is false: {message}; choose "
+                f"with {self.numbers} the assertion {describe(node)} is false: {message}; choose "
                 "extents and num_chunks for which it holds"
             )
         return True

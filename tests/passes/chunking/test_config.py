@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from pytest_gtrainer import ChunkConfig, ChunkError
-from pytest_gtrainer.passes.chunking.config import BLOCK, MOE, described
+from pytest_gtrainer.passes.chunking.config import BLOCK, MOE, describe
 
 
 @pytest.mark.parametrize(
@@ -130,14 +130,14 @@ def test_a_node_in_a_message():
     graph = fx.Graph()
     x = graph.placeholder("x")
     neg = graph.call_function(torch.ops.aten.neg.default, (x,))
-    assert (described(x), described(neg)) == ("placeholder x", "neg_default = aten.neg.default")
+    assert (describe(x), describe(neg)) == ("placeholder x", "neg_default = aten.neg.default")
     x.meta["val"] = torch.zeros(4, 6)
     trace = (
         'File "model.py", line 3, in forward\n  x = block(x)\n'
         'File "block.py", line 12, in forward\n  -x\n'
     )
     neg.meta |= {"val": torch.zeros(()), "custom": {"module_fqn": "layers.0"}, "stack_trace": trace}
-    assert (described(x), described(neg)) == (
+    assert (describe(x), describe(neg)) == (
         "placeholder x [4, 6]",
         "neg_default = aten.neg.default [] in layers.0 at block.py:12",
     )

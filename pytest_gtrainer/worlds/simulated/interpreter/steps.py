@@ -19,7 +19,7 @@ from pytest_gtrainer.graph.nodes import (
 from pytest_gtrainer.graph.same_on_ranks import Partition, describe_node, value_text
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, DependsOnRank, NoModel, collectives
 from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution
-from pytest_gtrainer.worlds.simulated.interpreter import values as on_ranks
+from pytest_gtrainer.worlds.simulated.interpreter import values as rank_values
 from pytest_gtrainer.worlds.simulated.interpreter.graph import value_node
 from pytest_gtrainer.worlds.simulated.interpreter.values import PerRank
 from pytest_gtrainer.worlds.simulated.net import Net
@@ -49,9 +49,9 @@ COLLECTIVES: dict[str, Collective] = {
 class Frame:
     """A run of a graph: the ``values`` that are still needed, its named ``inputs``, and states."""
 
-    kinds: on_ranks.Kinds
-    random: on_ranks.RankRandomStates
-    values: on_ranks.Values
+    kinds: rank_values.Kinds
+    random: rank_values.RankRandomStates
+    values: rank_values.Values
     inputs: Sequence[tuple[str, Any]]
 
     def of(self, nodes: Iterable[fx.Node]) -> list[Any]:
@@ -61,7 +61,7 @@ class Frame:
         values = self.of(nodes)
         own = []
         for rank in range(self.kinds.size):
-            own.append([on_ranks.at(value, rank) for value in values])
+            own.append([rank_values.at(value, rank) for value in values])
         return own
 
     def make_private(self, written: Sequence[fx.Node]) -> None:
@@ -71,9 +71,9 @@ class Frame:
             DependsOnRank: an input has this memory; the caller would not see what ranks write.
         """
         nodes = map(value_node, written)
-        storages = on_ranks.make_private(self.values, list(nodes), self.kinds.size)
+        storages = rank_values.make_private(self.values, list(nodes), self.kinds.size)
         for name, value in self.inputs:
-            if not storages.isdisjoint(on_ranks.storages_of(value)):
+            if not storages.isdisjoint(rank_values.storages_of(value)):
                 raise DependsOnRank(
                     f"{name} is one tensor for several ranks, and each writes to it: "
                     "give every rank its own"
@@ -187,8 +187,8 @@ class CollectiveStep(Step):
         """Return whether a live value, or an input, shows the memory of ``written``."""
         live = [value for node, value in frame.values.items() if node not in dying]
         live += [value for _, value in frame.inputs]
-        storages = on_ranks.storages_of(frame.of(written))
-        return not storages.isdisjoint(on_ranks.storages_of(live))
+        storages = rank_values.storages_of(frame.of(written))
+        return not storages.isdisjoint(rank_values.storages_of(live))
 
 
 def collective_of(node: fx.Node) -> Collective:
@@ -268,7 +268,7 @@ class NestedStep(Step):
     ``runs`` carry out the graphs that the node calls, by the identity of their modules.
     """
 
-    runs: dict[int, Callable[[Sequence[Any], on_ranks.RankRandomStates], Any]]
+    runs: dict[int, Callable[[Sequence[Any], rank_values.RankRandomStates], Any]]
 
     def value(self, frame: Frame, dying: frozenset[fx.Node]) -> Any:
         args, _ = self.arguments(frame.of(self.node.all_input_nodes))
@@ -293,7 +293,7 @@ class NestedStep(Step):
         same: dict[Any, Any] = {}
         results = []
         for rank in range(frame.kinds.size):
-            own = on_ranks.of_rank(output, rank)
+            own = rank_values.of_rank(output, rank)
             key = tuple(map(id, own)) if isinstance(own, tuple) else id(own)
             results.append(same.setdefault(key, own))
         return frame.kinds.value(results)

@@ -39,7 +39,7 @@ from pytest_gtrainer.worlds.simulated.net import Net
 from pytest_gtrainer.worlds.simulated.threads.team import Awaited, ThreadTeam
 
 # Makes a context, such as a dispatch mode.
-Under: TypeAlias = Callable[[], AbstractContextManager[Any]]
+MakeContext: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class SharedGroups:
         under: makes a context for what a collective or a message computes.
     """
 
-    def __init__(self, team: ThreadTeam, net: Net, under: Under) -> None:
+    def __init__(self, team: ThreadTeam, net: Net, under: MakeContext) -> None:
         self.team, self._net, self.under = team, net, under
         self._meeting_places: dict[tuple[str, tuple[int, ...]], MeetingPlace] = {}
         self._made = dict.fromkeys(range(team.size), 0)

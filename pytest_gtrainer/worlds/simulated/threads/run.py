@@ -20,7 +20,7 @@ from pytest_gtrainer.worlds import ranks_text
 from pytest_gtrainer.worlds.hygiene import restored
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch
 from pytest_gtrainer.worlds.simulated.net import Net
-from pytest_gtrainer.worlds.simulated.threads.group import SharedGroups, ThreadGroup, Under
+from pytest_gtrainer.worlds.simulated.threads.group import MakeContext, SharedGroups, ThreadGroup
 from pytest_gtrainer.worlds.simulated.threads.team import (
     NotOnThreads,
     Released,
@@ -53,7 +53,7 @@ def run_threads(
     *args: Any,
     net: Net,
     timeout: float = LIMIT,
-    under: Under = nullcontext,
+    under: MakeContext = nullcontext,
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on ``size`` ranks of this process.
 
@@ -131,7 +131,7 @@ class _Crew:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         net: Net,
-        under: Under,
+        under: MakeContext,
     ) -> None:
         self._team = ThreadTeam(size)
         self._groups = SharedGroups(self._team, net, under)

@@ -54,7 +54,7 @@ class OneRankForAll(GraphProgram):
             self._net_in(mode.arithmetic, world),
             random=random,
             collective_step=partial(CollectiveOfAlike, mode=mode),
-            is_compiled=False,
+            generates_code=False,
         )
         return of_ranks[:1]
 

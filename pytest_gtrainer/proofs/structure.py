@@ -33,7 +33,7 @@ _LITERALS = (bool, int, float, str, torch.dtype, torch.device, torch.layout, tor
 
 
 class _HasToRun(Exception):
-    """A graph has a node whose effect its arguments do not determine: the whole graph has to run."""
+    """The whole graph has to run: a node does something that its arguments do not determine."""
 
 
 class _Call(NamedTuple):

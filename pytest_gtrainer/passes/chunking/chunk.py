@@ -100,7 +100,7 @@ def check_bodies(
                         "recomputed nodes as the backward's"
                     )
             _check_fixed_extent(node, region, twins)
-            # Whoever names the pattern in row_wise answers for all operators of its modules.
+            # The pattern itself in row_wise: the user answers for all operators of its modules.
             if config.module_fqn in config.row_wise:
                 continue
             body_judge.judge_node(node, root)
@@ -144,7 +144,10 @@ class BodyJudge:
         if node.target is operator.getitem:
             source, index = node.args
             of_source = self.known.get(source, [])
-            self.known[node] = of_source[index : index + 1] or [self._known_of(node)]
+            if index < len(of_source):
+                self.known[node] = [of_source[index]]
+            else:
+                self.known[node] = [self._known_of(node)]
             return
 
         def operand(source: fx.Node) -> Operand:
@@ -152,12 +155,12 @@ class BodyJudge:
 
         args = fx.node.map_arg(node.args, operand)
         kwargs = fx.node.map_arg(node.kwargs, operand)
-        # Numbers of the backward do depend on the extent, as the divisor of a mean's gradient does.
+        # Numbers of the backward may depend on the extent, as the divisor of a mean's gradient.
         part = self.twins.part_of[node]
         part_args = (part.args, part.kwargs) if direction(node) == FORWARD else None
         call = Call(node.target, args, kwargs, self._results_of(node), part_args)
         self.known[node] = propagate(call, describe(node), root, self.config, self.warned)
-        # What is written later is read through any view of the memory, so it is kept by storage.
+        # By storage: what is written may be read through any view of the memory.
         for storage in self.storages.written.get(node, ()):
             if storage in self.bodies:
                 self.written[storage] = self.known[node][0]

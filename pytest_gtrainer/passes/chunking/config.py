@@ -107,12 +107,13 @@ class ChunkConfig:
     @property
     def kind(self) -> str:
         """ "transformer block" or "MoE layer", from the last component of the pattern."""
-        *container, last = self.module_fqn.split(".") if isinstance(self.module_fqn, str) else [""]
-        if container and all(container):
-            if last == "*" or last.isdecimal():
-                return BLOCK
-            if last == "moe":
-                return MOE
+        if isinstance(self.module_fqn, str):
+            *container, last = self.module_fqn.split(".")
+            if container and all(container):
+                if last == "*" or last.isdecimal():
+                    return BLOCK
+                if last == "moe":
+                    return MOE
         raise ChunkError(
             f"module_fqn={self.module_fqn!r} names neither transformer blocks, as 'layers.*' does, "
             "nor MoE layers, as 'layers.*.moe' does"
@@ -160,7 +161,8 @@ class ChunkConfig:
         extent there is cut. Without such a tensor this is a ChunkError.
         """
         leaves, spec = pytree.tree_flatten(tuple(inputs))
-        ((first, dim), *_) = places = self.dynamic_dims(inputs)[self.chunk_dim]
+        places = self.dynamic_dims(inputs)[self.chunk_dim]
+        first, dim = places[0]
         part = self.chunk_extent(leaves[first].shape[dim], f"{self.module_fqn}, the step's inputs")
         for leaf, dim in places:
             leaves[leaf] = leaves[leaf].narrow(dim, 0, part).contiguous()

@@ -33,7 +33,7 @@ HOW_MANY = "how many rows there are"
 
 
 class Content(Enum):
-    """The content of rows: of data (the first three), or made by the module itself."""
+    """The content of rows. The first three are computed of data, the others the module makes."""
 
     DATA = auto()
     """Data of the same row: ``linear(x)``."""
@@ -228,7 +228,7 @@ Rule = Callable[[Call], Iterable[int]]
 
 
 def _named(argument: str) -> Rule:
-    """Return the rule: along the dimensions that an argument names, or along all without one."""
+    """Return a rule for the dimensions that an argument names; all of them if it is not given."""
 
     def dims(call: Call) -> Iterable[int]:
         found = call.arguments.get(argument)

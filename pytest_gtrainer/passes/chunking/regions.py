@@ -52,10 +52,10 @@ class Storages:
 
 
 def gradient_reductions(graph: fx.Graph) -> set[fx.Node]:
-    """Return the collectives of gradients.
+    """Return the collectives that reduce gradients.
 
-    Their result reaches the output by unary steps, or after padding another of them: hybrid
-    sharding reduces twice.
+    The result of such a collective reaches the output by unary steps only. Or it is padded and
+    reduced by another one: hybrid sharding reduces twice.
     """
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
@@ -210,7 +210,7 @@ class _BodySearch:
                 own = RegionKey(self.roots[node], direction(node))
                 key = own if self._is_influenced(node, own) else None
             elif not node_fqn(node) or is_engine_addition(node):
-                key = self._newest_home(node)
+                key = self._region_of_last_operand(node)
                 if key is not None:
                     loose[node] = None
             if key is not None:
@@ -228,8 +228,11 @@ class _BodySearch:
             if source in self.twins.dims and self.found.get(source) != key:
                 entering[source] = None
 
-    def _newest_home(self, node: fx.Node) -> RegionKey | None:
-        """Return the region of the newest operand that has one in the node's direction."""
+    def _region_of_last_operand(self, node: fx.Node) -> RegionKey | None:
+        """Return the region of the last operand that has one in the node's direction.
+
+        Autograd adds a newer gradient to an older one, which is the first operand.
+        """
         for source in reversed(node.all_input_nodes):
             home = self.found.get(source)
             if home is not None and home.direction == direction(node):

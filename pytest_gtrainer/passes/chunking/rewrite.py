@@ -101,9 +101,11 @@ def _include_passed_on(
     front of it, are added outside.
     """
     places = [place for place, group in enumerate(groups) if group.region is not None]
-    if len(places) != 1 or (region := groups[places[0]].region) is None:
+    if len(places) != 1:
         return groups
     (place,) = places
+    region = groups[place].region
+    assert region is not None
     uses_behind = uses_in_front = 0
     forward = regions.get(RegionKey(region.key.root, FORWARD))
     if forward is not None:
@@ -177,8 +179,6 @@ class Rewrite:
                 self.graph.erase_node(node)
         return finished(self.graph, self.twins.full, self.attributes)
 
-    # what is not chunked
-
     def _terms(self, group: TermGroup, top: fx.Node) -> list[fx.Node]:
         """Return the new terms of a sum that come from one group."""
         if group.region is None:
@@ -202,8 +202,6 @@ class Rewrite:
             total = self.graph.call_function(aten.add.Tensor, (total, term))
             total.meta = dict(like.meta)
         return total
-
-    # bodies
 
     def _emit_region(self, region: Region) -> None:
         body = set(region.body)
@@ -282,8 +280,6 @@ class Rewrite:
             self.constants[part].meta = dict(part.meta)
         return self.constants[part]
 
-    # boundaries
-
     def _cut(self, source: fx.Node, dim: int, region: Region) -> list[fx.Node]:
         """Return the pieces of a value that enters a body, by chunk."""
         if source not in self.cut:
@@ -312,7 +308,7 @@ class Rewrite:
         return pieces
 
     def _contiguous(self, piece: fx.Node, region: Region) -> fx.Node:
-        # As eager chunking does: for other strides other kernels may run.
+        # Eager chunking hands over contiguous pieces; for other strides other kernels may run.
         value = piece.meta["val"]
         if value.is_contiguous():
             return piece
@@ -332,7 +328,7 @@ class Rewrite:
         elif self._leaving_dim(node, region) is not None:
             self.whole[node] = self._joined(node, pieces, region)
         else:
-            # Parts of a gradient: the backward of an eager run comes to the last chunk first.
+            # Parts of a gradient, added as an eager backward does: the last chunk first.
             self.whole[node] = self._fold(pieces[::-1], node)
         return self.whole[node]
 

@@ -108,8 +108,8 @@ def dependencies(
 
 
 Turn = tuple[int, ...]
-"""The place that a node should have: its own. In a chunk: the place of the region, its stage, the
-chunk's rank, and its own."""
+"""A key by which nodes are sorted: the node's place; in a chunk the place of its region, the stage,
+the chunk's number in the order of the region, and the node's place."""
 
 
 @graph_pass
@@ -138,7 +138,7 @@ def chunk_schedule_pass(gm: fx.GraphModule, example_inputs: Sequence[Any] | None
 def _chunks_with_exchanges(nodes: Sequence[fx.Node]) -> list[dict[int, list[fx.Node]]]:
     """Return the regions with all-to-alls, from the annotations of nodes: per chunk its nodes."""
     regions: dict[RegionKey, dict[int, list[fx.Node]]] = {}
-    loose: list[fx.Node] = []
+    of_no_chunk: list[fx.Node] = []
     for node in nodes:
         if node.op == "placeholder":
             continue  # a backward graph's saved activation keeps the annotation of its forward
@@ -147,8 +147,8 @@ def _chunks_with_exchanges(nodes: Sequence[fx.Node]) -> list[dict[int, list[fx.N
             region = regions.setdefault(RegionKey(annotated.fqn, direction(node)), {})
             region.setdefault(annotated.chunk_id, []).append(node)
         elif annotated is None and node.target is ALL_TO_ALL:
-            loose.append(node)
-    for node in loose:
+            of_no_chunk.append(node)
+    for node in of_no_chunk:
         for key in regions:
             if f"{node_fqn(node)}.".startswith(f"{key.root}."):
                 raise ChunkError(
@@ -188,10 +188,10 @@ def _turns(
     chunked: set[fx.Node] = set()
     for region in regions:
         start = min(places[chunk[0]] for chunk in region.values())
-        for rank, chunk in enumerate(region.values()):
+        for number, chunk in enumerate(region.values()):
             stage = 0
             for node in chunk:
-                turns[node] = (start, stage, rank, places[node])
+                turns[node] = (start, stage, number, places[node])
                 # The launch still belongs to its stage; its wait comes in the next one, behind the
                 # compute of the other chunks.
                 stage += node.target is ALL_TO_ALL

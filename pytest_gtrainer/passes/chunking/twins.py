@@ -4,9 +4,9 @@
 chunk's own. A body takes arguments and metadata from the part, the graph at B/N. *Invariant.*
 Operators and operands correspond by position, else the step is refused. *Cost.* Linear.
 
-Two traces give twins, or one symbolic trace with numbers for its symbols. Then no symbol of an
-input is left anywhere, and the guards of the trace are checked. Sizes that depend on data stay
-symbolic.
+Twins are two static traces, or one symbolic trace whose symbols are replaced by the numbers of
+either extent. Such a replacement checks the guards of the trace, and leaves no symbol of an input.
+Sizes that depend on data stay symbolic.
 """
 
 import itertools
@@ -299,7 +299,7 @@ class _Substitution:
         return fx.node.map_aggregate(arguments, mapped)
 
     def _becomes_number(self, node: fx.Node) -> bool:
-        """Return whether a node only computes a size, and note the number that it has become."""
+        """Return whether a node only computes a size; if so, note its number in place of it."""
         value = node.meta.get("val")
         if not isinstance(value, SYMBOLIC) or node.meta.get("unbacked_bindings"):
             return False
@@ -310,7 +310,7 @@ class _Substitution:
         return True
 
     def _asserts_numbers(self, node: fx.Node) -> bool:
-        """Return whether a node asserts something of literals alone; refuse what is false."""
+        """Return whether a node asserts something of numbers alone; refuse a false assertion."""
         name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
         if node.target is aten._assert_scalar.default:
             fact, message = self._mapped(node.args[0]), str(node.args[1])

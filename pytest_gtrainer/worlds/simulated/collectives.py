@@ -69,10 +69,7 @@ def all_gather(net: Net, given: Contributions) -> list[list[Tensor]]:
 
 
 def all_reduce(net: Net, given: Contributions) -> list[list[Tensor]]:
-    """Reduce every tensor by itself.
-
-    NCCL does this with coalesced tensors, too; gloo joins those to one.
-    """
+    """Reduce every tensor by itself, as NCCL does with coalesced tensors; gloo joins them first."""
     results = []
     for inputs in _each(given):
         shape = inputs[0].shape

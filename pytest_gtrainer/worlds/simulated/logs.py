@@ -73,10 +73,9 @@ def _communicators(text: str) -> Iterator[list[Ring]]:
         latest[key][channel] = _complete_ring(ring, channel, text) if match["cut"] else ring
     for channels, rings in found:
         if rings.keys() != set(range(channels)):
-            missing = min(set(range(channels)) - set(rings), default=0)
-            raise ValueError(
-                f"the log has {len(rings)} of {channels} channels; channel {missing} is amiss"
-            )
+            missing = set(range(channels)) - rings.keys()
+            wrong = f"{min(missing)} is missing" if missing else f"{max(rings)} is none of them"
+            raise ValueError(f"the log has {len(rings)} of {channels} channels: channel {wrong}")
         yield [rings[channel] for channel in range(channels)]
 
 

@@ -181,11 +181,11 @@ class NetModel(Net):
     Attributes:
         nodes, ranks_per_node: where the ranks are; rank r is on node r // ranks_per_node.
         channels: number of channels; by default that of ``rings``, else 4.
-        partition: which part of a payload goes through which channel: "contiguous", one part each,
-            in words of 16 bytes (NCCL 2.20.3 to 2.22.3), so that small payloads use all channels;
-            "cells", one part each, in cells of 32 KiB of traffic (2.29.2 and later; 16 KiB from
-            2.23.4 on), so that small payloads use few; or "round-robin", pieces of ``chunk_bytes``
-            in turn (before).
+        partition: which part of a payload goes through which channel. "contiguous" (NCCL 2.20.3 to
+            2.22.3): one part each, in words of 16 bytes, so that small payloads use all channels.
+            "cells" (2.29.2 and later; with 16 KiB from 2.23.4 on): one part each, in cells of
+            32 KiB of traffic, so that small payloads use few channels. "round-robin" (before
+            2.20.3): pieces of ``chunk_bytes`` in turn.
         accumulate: "wire" rounds every hop to the payload's dtype. "fp32" adds all ranks in one
             order, in fp32 or better, and rounds once, as NVLS and symmetric kernels do.
         rings: one ring of all ranks for each channel, by default ``rail_rings``; see also

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pytest_gtrainer import NetModel
 from pytest_gtrainer.worlds.simulated import DependsOnRank
 from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph
-from pytest_gtrainer.worlds.simulated.interpreter.values import Kinds, at, of_rank
+from pytest_gtrainer.worlds.simulated.interpreter.values import Sharings, at, of_rank
 from tests.worlds.simulated.graphs import (
     Counted,
     c10d,
@@ -310,9 +310,9 @@ def test_numbers_that_compare_equal_are_no_shared_value():
     """Zeros of both signs, or a whole number and a truth value, would give ranks each other's
     results.
     """
-    zeros = Kinds(4).of(PerRank([0.0, -0.0, -0.0, float("nan")]))
+    zeros = Sharings(4).of(PerRank([0.0, -0.0, -0.0, float("nan")]))
     assert zeros.classes[0] == (0,), f"rank 0's 0.0 is shared with -0.0: {zeros.classes}"
-    truths = Kinds(4).of(PerRank([1, True, 1, 0]))
+    truths = Sharings(4).of(PerRank([1, True, 1, 0]))
     assert truths.classes == ((0, 2), (1,), (3,)), (
         f"rank 1's True is shared with the number 1: {truths.classes}"
     )

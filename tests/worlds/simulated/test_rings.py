@@ -52,7 +52,11 @@ def test_comments_in_a_file(tmp_path):
     ("log", "sentence"),
     [
         ("no such line", "no line like 'Channel 00/08 : 0 7 6 5': log with NCCL_DEBUG=INFO"),
-        ("Channel 00/02 : 0 1", "the log has 1 of 2 channels; channel 1 is amiss"),
+        ("Channel 00/02 : 0 1", "the log has 1 of 2 channels: channel 1 is missing"),
+        (
+            "Channel 00/02 : 0 1\nChannel 01/02 : 0 1\nChannel 02/02 : 0 1",
+            "the log has 3 of 2 channels: channel 2 is none of them",
+        ),
         ("Channel 00/01 : 0 1 3", "the ring of channel 0 visits rank 3, but ranks are 0..2"),
         (
             "Channel 00/01 : 0 1\na Channel 00/01 : 1 0",

@@ -2,7 +2,7 @@
 
 A *segment* is a run of plain operators between two steps. It is replayed rank by rank as one
 generated function, so what a rank needs only inside is freed before the next rank allocates. Its
-nodes are sorted into *blocks* by kind: a block that all ranks share runs once, one that a group
+nodes are sorted into *blocks* by sharing: a block that all ranks share runs once, one that a group
 shares once a group.
 
 Invariant: no node of a block draws random numbers, writes to its operands or communicates, so the
@@ -35,10 +35,10 @@ from pytest_gtrainer.worlds.simulated.interpreter.graph import (
 )
 from pytest_gtrainer.worlds.simulated.interpreter.steps import Frame, Step
 from pytest_gtrainer.worlds.simulated.interpreter.values import (
-    Kind,
-    Kinds,
     PerRank,
     RankRandomStates,
+    Sharing,
+    Sharings,
     at,
 )
 from pytest_gtrainer.worlds.simulated.net import Net
@@ -46,17 +46,17 @@ from pytest_gtrainer.worlds.simulated.net import Net
 
 @dataclass(frozen=True, slots=True)
 class OperatorBlock:
-    """Nodes of one kind, as one function from the values of ``inputs`` to those of ``outputs``.
+    """Nodes of one sharing, as one function from the values of ``inputs`` to those of ``outputs``.
 
-    To generate its code takes longer than to interpret it once, so it may stay as it is.
+    To generate code takes longer than to interpret the block once, so that is optional.
     """
 
-    kind: Kind
+    sharing: Sharing
     graph: fx.GraphModule
     inputs: Sequence[fx.Node]
     outputs: Sequence[fx.Node]
     dying: frozenset[fx.Node]
-    is_compiled: bool
+    generates_code: bool
 
     def run(self, frame: Frame) -> None:
         given = [frame.values[node] for node in self.inputs]
@@ -65,8 +65,8 @@ class OperatorBlock:
             if type(frame.values[node]) is PerRank:
                 dying.append(frame.values[node])
 
-        results: list[list[Any]] = [[None] * frame.kinds.size for _ in self.outputs]
-        for ranks in self.kind.classes:
+        results: list[list[Any]] = [[None] * frame.sharings.size for _ in self.outputs]
+        for ranks in self.sharing.classes:
             own = self._call([at(value, ranks[0]) for value in given], ranks[0])
             for rank in ranks:
                 for of_ranks, result in zip(results, own, strict=True):
@@ -76,14 +76,14 @@ class OperatorBlock:
                     value[rank] = None
 
         for node, of_ranks in zip(self.outputs, results, strict=True):
-            if self.kind is frame.kinds.uniform:
+            if self.sharing is frame.sharings.uniform:
                 frame.values[node] = of_ranks[0]
             else:
-                frame.values[node] = PerRank(of_ranks, self.kind)
+                frame.values[node] = PerRank(of_ranks, self.sharing)
 
     def _call(self, own: list[Any], rank: int) -> Sequence[Any]:
         try:
-            if self.is_compiled and not facts.is_watched("node"):
+            if self.generates_code and not facts.is_watched("node"):
                 return self.graph.forward(*own)
             interpreter = NodeByNode(self.graph, rank)
             interpreter.extra_traceback = False  # it would change the error, which has a note here
@@ -129,40 +129,40 @@ class Segment:
     Attributes:
         inputs: nodes before it that it uses.
         needed: nodes of it that are used behind it.
-        is_compiled: False if it runs too seldom to generate code for it.
-        plans: its blocks, by the kinds of its inputs.
+        generates_code: False if it runs too seldom to generate code for it.
+        plans: its blocks, by the sharings of its inputs.
     """
 
     nodes: Sequence[fx.Node]
     inputs: Sequence[fx.Node]
     needed: frozenset[fx.Node]
-    is_compiled: bool = True
-    plans: dict[tuple[Kind, ...], list[OperatorBlock]] = field(default_factory=dict)
+    generates_code: bool = True
+    plans: dict[tuple[Sharing, ...], list[OperatorBlock]] = field(default_factory=dict)
 
     def run(self, frame: Frame, dying: frozenset[fx.Node]) -> None:
-        kinds = tuple(map(frame.kinds.of, frame.of(self.inputs)))
-        if kinds not in self.plans:
-            kind_of = dict(zip(self.inputs, kinds, strict=True))
-            self.plans[kinds] = self._make_blocks(kind_of, frame.kinds, dying)
-        for block in self.plans[kinds]:
+        sharings = tuple(map(frame.sharings.of, frame.of(self.inputs)))
+        if sharings not in self.plans:
+            sharing_of = dict(zip(self.inputs, sharings, strict=True))
+            self.plans[sharings] = self._make_blocks(sharing_of, frame.sharings, dying)
+        for block in self.plans[sharings]:
             block.run(frame)
 
     def _make_blocks(
-        self, kind_of: dict[fx.Node, Kind], kinds: Kinds, dying: frozenset[fx.Node]
+        self, sharing_of: dict[fx.Node, Sharing], sharings: Sharings, dying: frozenset[fx.Node]
     ) -> list[OperatorBlock]:
-        """Return a block for each kind. Coarser kinds run first: they use nothing of finer ones."""
-        by_kind: dict[Kind, list[fx.Node]] = {}
+        """Return a block for each sharing, coarser ones first: they use nothing of finer ones."""
+        by_sharing: dict[Sharing, list[fx.Node]] = {}
         for node in self.nodes:
             operands = map(value_node, node.all_input_nodes)
-            kind_of[node] = kinds.common(map(kind_of.__getitem__, operands))
-            by_kind.setdefault(kind_of[node], []).append(node)
+            sharing_of[node] = sharings.common(map(sharing_of.__getitem__, operands))
+            by_sharing.setdefault(sharing_of[node], []).append(node)
 
         # From the last block to the first: the outputs of one are what later ones use.
         blocks: list[OperatorBlock] = []
         used_later, ending = set(self.needed), set(dying)
         copies: dict[fx.Node, fx.Node] = {}
-        for kind in sorted(by_kind, key=lambda kind: len(kind.classes), reverse=True):
-            nodes = by_kind[kind]
+        for sharing in sorted(by_sharing, key=lambda sharing: len(sharing.classes), reverse=True):
+            nodes = by_sharing[sharing]
             inputs = inputs_of(nodes)
             outputs = [node for node in nodes if node in used_later]
 
@@ -175,7 +175,7 @@ class Segment:
 
             module = lazy_module({}, graph, {}, None)
             last_used = frozenset(ending.intersection(inputs))
-            block = OperatorBlock(kind, module, inputs, outputs, last_used, self.is_compiled)
+            block = OperatorBlock(sharing, module, inputs, outputs, last_used, self.generates_code)
             blocks.append(block)
             used_later.update(inputs)
             ending -= last_used
@@ -187,7 +187,7 @@ class Segment:
 class RankProgram:
     """The parts of a graph, in its order, each with the nodes whose values die behind it."""
 
-    kinds: Kinds
+    sharings: Sharings
     placeholders: Sequence[fx.Node]
     constants: Mapping[fx.Node, Any]
     parts: Sequence[tuple[Step | Segment, frozenset[fx.Node]]]
@@ -201,10 +201,10 @@ class RankProgram:
         for node, value in zip(self.placeholders, inputs, strict=True):
             # Blocks empty the lists of values that die; the caller's list has to stay as it is.
             if type(value) is PerRank:
-                value = self.kinds.value(list(value))
+                value = self.sharings.value(list(value))
             values[node] = value
 
-        frame = Frame(self.kinds, random, values, list(zip(names, inputs, strict=True)))
+        frame = Frame(self.sharings, random, values, list(zip(names, inputs, strict=True)))
         for part, dying in self.parts:
             if isinstance(part, Step):
                 facts.notify("node", node=part.node, rank=None)
@@ -216,7 +216,7 @@ class RankProgram:
 
     def _check_inputs(self, names: Sequence[str], inputs: Sequence[Any]) -> None:
         """Refuse other shapes and dtypes than the traced ones, which the graph bakes in."""
-        size = self.kinds.size
+        size = self.sharings.size
         if len(inputs) != len(names):
             raise ValueError(f"the graph takes {len(names)} inputs, it got {len(inputs)}")
         for node, name, value in zip(self.placeholders, names, inputs, strict=True):
@@ -258,14 +258,13 @@ class Interpreter:
         *,
         random: RankRandomStates | None = None,
         collective_step: Callable[..., steps.CollectiveStep] = steps.CollectiveStep,
-        is_compiled: bool = True,
+        generates_code: bool = True,
     ) -> None:
         """Prepare a graph.
 
         Args:
             collective_step: makes the step of a collective, as the class itself does.
-            is_compiled: False for a graph that runs once, with values that all ranks share, so that
-                no code is generated.
+            generates_code: False for a graph that runs once, with values that all ranks share.
         """
         if net.size != graph.size:
             raise ValueError(
@@ -273,8 +272,8 @@ class Interpreter:
             )
 
         self.random = random or RankRandomStates()
-        self._collective_step, self._is_compiled = collective_step, is_compiled
-        self._graph, self._net, self._kinds = graph, net, Kinds(graph.size)
+        self._collective_step, self._generates_code = collective_step, generates_code
+        self._graph, self._net, self._sharings = graph, net, Sharings(graph.size)
         self._nets: dict[Any, list[Net]] = {}
         for partition in graph.partitions.values():
             self._nets[partition] = list(map(net.for_group, partition))
@@ -325,10 +324,10 @@ class Interpreter:
             # A result that nobody uses has no last use, and dies at once.
             dying = frozenset(node for node in known if last_use.get(node, index) <= index)
             needed = frozenset(piece) - dying
-            part = special[piece[0]] or Segment(piece, inputs, needed, self._is_compiled)
+            part = special[piece[0]] or Segment(piece, inputs, needed, self._generates_code)
             parts.append((part, dying))
 
-        return RankProgram(self._kinds, placeholders, constants, parts, output.args[0])
+        return RankProgram(self._sharings, placeholders, constants, parts, output.args[0])
 
     def _make_step(self, node: fx.Node, gm: fx.GraphModule) -> Step | None:
         """Return the step of a node, None for a plain one."""

@@ -49,7 +49,7 @@ COLLECTIVES: dict[str, Collective] = {
 class Frame:
     """A run of a graph: the ``values`` that are still needed, its named ``inputs``, and states."""
 
-    kinds: rank_values.Kinds
+    sharings: rank_values.Sharings
     random: rank_values.RankRandomStates
     values: rank_values.Values
     inputs: Sequence[tuple[str, Any]]
@@ -60,7 +60,7 @@ class Frame:
     def of_ranks(self, nodes: Sequence[fx.Node]) -> list[list[Any]]:
         values = self.of(nodes)
         own = []
-        for rank in range(self.kinds.size):
+        for rank in range(self.sharings.size):
             own.append([rank_values.at(value, rank) for value in values])
         return own
 
@@ -71,7 +71,7 @@ class Frame:
             DependsOnRank: an input has this memory; the caller would not see what ranks write.
         """
         nodes = map(value_node, written)
-        storages = rank_values.make_private(self.values, list(nodes), self.kinds.size)
+        storages = rank_values.make_private(self.values, list(nodes), self.sharings.size)
         for name, value in self.inputs:
             if not storages.isdisjoint(rank_values.storages_of(value)):
                 raise DependsOnRank(
@@ -120,14 +120,14 @@ class EffectStep(Step):
         if self.written:
             frame.make_private(self.written)
         own = frame.of_ranks(self.node.all_input_nodes)
-        return frame.kinds.value([self._call(frame, rank, o) for rank, o in enumerate(own)])
+        return frame.sharings.value([self._call(frame, rank, o) for rank, o in enumerate(own)])
 
     def _call(self, frame: Frame, rank: int | None, own: Sequence[Any]) -> Any:
         args, kwargs = self.arguments(own)
         assert callable(self.node.target)
         if not self.random:
             return self.node.target(*args, **kwargs)
-        with frame.random.drawn_by(rank, frame.kinds.size):
+        with frame.random.drawn_by(rank, frame.sharings.size):
             return self.node.target(*args, **kwargs)
 
 
@@ -155,13 +155,13 @@ class CollectiveStep(Step):
         # If nobody sees the memory that is written to, the result may lie elsewhere. Then the ranks
         # of a group go on with one tensor; a write to each rank's memory would part them for good.
         if not targets or not self._is_seen(targets, frame, dying):
-            return frame.kinds.value(results)
+            return frame.sharings.value(results)
         frame.make_private(targets)
         (name,) = [each.name for each in schema(self.node.target).arguments if each.is_write]
         written = [call[name] for call in self._calls(frame)]
         for own, new in zip(tensors_in(written), tensors_in(results), strict=True):
             own.copy_(new)
-        return frame.kinds.value(written)
+        return frame.sharings.value(written)
 
     def _carry_out(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
         """Return the result of each rank, from the arguments of each."""
@@ -242,23 +242,32 @@ def contributions(calls: Sequence[dict[str, Any]], ranks: Sequence[int]) -> list
             f"the ranks give lists of {' and '.join(map(str, counts))} tensors"
         )
 
-    by_rows = "input_split_sizes" in calls[0]
+    moves_rows = "input_split_sizes" in calls[0]
+    # An all-to-all takes other numbers of rows from each rank: tokens are routed unevenly.
+    first_common_dim = 1 if moves_rows else 0
     for own in given:
-        rows = own.inputs[0].shape[0] if by_rows else 0
-        if by_rows and ({len(own.sends), len(own.receives)} != {members} or sum(own.sends) != rows):
-            raise CollectiveMismatch(
-                f"rank {own.rank} splits {rows} rows into {own.sends} and receives "
-                f"{own.receives}, in a group of {members} ranks"
-            )
+        if moves_rows:
+            _check_splits(own, members)
         for first, tensor in zip(given[0].inputs, own.inputs, strict=True):
-            # An all-to-all takes other numbers of rows from each rank: tokens are routed unevenly.
-            if tensor.shape[by_rows:] != first.shape[by_rows:] or tensor.dtype != first.dtype:
+            shapes = {each.shape[first_common_dim:] for each in (first, tensor)}
+            if len(shapes) > 1 or tensor.dtype != first.dtype:
                 raise CollectiveMismatch(
                     f"rank {ranks[0]} gives {value_text(first)}, "
                     f"rank {own.rank} gives {value_text(tensor)}"
                 )
 
     return given
+
+
+def _check_splits(own: Contribution, members: int) -> None:
+    """Check that the splits of an all-to-all have an entry for each member and sum to the rows."""
+    rows = own.inputs[0].shape[0]
+    has_all = len(own.sends) == len(own.receives) == members
+    if not has_all or sum(own.sends) != rows:
+        raise CollectiveMismatch(
+            f"rank {own.rank} splits {rows} rows into {own.sends} and receives "
+            f"{own.receives}, in a group of {members} ranks"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,11 +298,11 @@ class NestedStep(Step):
 
         output = run(list(given), frame.random)
 
-        # Ranks share a value by its identity, so tuples of the same objects become one tuple.
+        # Ranks that have the same objects get one tuple: values are shared by identity.
         same: dict[Any, Any] = {}
         results = []
-        for rank in range(frame.kinds.size):
+        for rank in range(frame.sharings.size):
             own = rank_values.of_rank(output, rank)
             key = tuple(map(id, own)) if isinstance(own, tuple) else id(own)
             results.append(same.setdefault(key, own))
-        return frame.kinds.value(results)
+        return frame.sharings.value(results)

@@ -1,8 +1,8 @@
 """Represent the values of a graph on all ranks.
 
-A value is *uniform*, one object for all ranks, or ``PerRank``. Its *kind* says which ranks share an
-object: the ranks of a group share what they gathered. An operator runs once for each class of ranks
-that share all its operands. The state of the random generator is such a value, too.
+A value is *uniform*, one object for all ranks, or ``PerRank``. Its *sharing* says which ranks have
+the same object: the ranks of a group share what they gathered. An operator runs once for each class
+of ranks that share all its operands. The state of the random generator is such a value, too.
 
 Before ranks write into a tensor, they get memory of their own: of every live value that looks into
 the tensor's memory, through views too, each rank gets a copy.
@@ -26,8 +26,8 @@ Values = dict[fx.Node, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kind:
-    """Classes of ranks that share a value; ``Kinds`` has one instance for equal classes."""
+class Sharing:
+    """Classes of ranks that share a value; ``Sharings`` has one instance for equal classes."""
 
     class_of: tuple[int, ...]  # by rank, the number of its class
     classes: tuple[tuple[int, ...], ...]  # the ranks of each class
@@ -36,54 +36,54 @@ class Kind:
 class PerRank(list[Any]):
     """One value for each rank, in their order. Anything else is uniform: the same on all ranks."""
 
-    __slots__ = ("kind",)
+    __slots__ = ("sharing",)
 
-    def __init__(self, values: Iterable[Any], kind: Kind | None = None) -> None:
+    def __init__(self, values: Iterable[Any], sharing: Sharing | None = None) -> None:
         super().__init__(values)
-        self.kind = kind
+        self.sharing = sharing
 
 
-class Kinds:
-    """The kinds of a world of ``size`` ranks."""
+class Sharings:
+    """The sharings of a world of ``size`` ranks."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._known: dict[tuple[int, ...], Kind] = {}
+        self._known: dict[tuple[int, ...], Sharing] = {}
         self.uniform = self.by_key([None] * size)
 
-    def by_key(self, keys: Sequence[Hashable]) -> Kind:
-        """Return the kind in which ranks with equal keys share."""
+    def by_key(self, keys: Sequence[Hashable]) -> Sharing:
+        """Return the sharing in which ranks with equal keys share."""
         numbers: dict[Hashable, int] = {}
         class_of = tuple(numbers.setdefault(key, len(numbers)) for key in keys)
         if class_of not in self._known:
             classes = ranks_by(enumerate(class_of)).values()
-            self._known[class_of] = Kind(class_of, tuple(map(tuple, classes)))
+            self._known[class_of] = Sharing(class_of, tuple(map(tuple, classes)))
         return self._known[class_of]
 
-    def of(self, value: Any) -> Kind:
-        """Return the kind of a value; ranks share objects, and equal whole numbers.
+    def of(self, value: Any) -> Sharing:
+        """Return the sharing of a value; ranks share objects, and equal whole numbers.
 
-        >>> Kinds(3).of(PerRank([2000, int("2000"), 1])).classes
+        >>> Sharings(3).of(PerRank([2000, int("2000"), 1])).classes
         ((0, 1), (2,))
         """
         if type(value) is not PerRank:
             return self.uniform
-        if value.kind is None:
+        if value.sharing is None:
             keys: list[Hashable] = []
             for own in value:
                 # By identity: 0.0 == -0.0 and 1 == True, but operators give other results for them.
                 # CPython shares only small integers, so all integers go by value.
                 keys.append(own if type(own) is int else id(own))
-            value.kind = self.by_key(keys)
+            value.sharing = self.by_key(keys)
 
-        return value.kind
+        return value.sharing
 
-    def common(self, kinds: Iterable[Kind]) -> Kind:
-        """Return the kind of a result: ranks share it if they share all operands."""
-        distinct = set(kinds) - {self.uniform} or {self.uniform}
+    def common(self, sharings: Iterable[Sharing]) -> Sharing:
+        """Return the sharing of a result: ranks share it if they share all operands."""
+        distinct = set(sharings) - {self.uniform} or {self.uniform}
         if len(distinct) == 1:
             return distinct.pop()
-        classes = [kind.class_of for kind in distinct]
+        classes = [sharing.class_of for sharing in distinct]
         return self.by_key(list(zip(*classes, strict=True)))
 
     def value(self, own: Sequence[Any]) -> Any:

@@ -38,7 +38,7 @@ from pytest_gtrainer.worlds.simulated.collectives import Collective, Contributio
 from pytest_gtrainer.worlds.simulated.net import Net
 from pytest_gtrainer.worlds.simulated.threads.team import Awaited, ThreadTeam
 
-# Makes a context, such as a dispatch mode.
+# A function that makes a context, such as a dispatch mode, for what runs inside.
 MakeContext: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 

@@ -95,8 +95,8 @@ def _draw(
         return torch.randint(0, 2, tuple(value.shape), generator=generator).bool()
 
     extents = list(index_extents(node))
-    # A buffer that is no index is a counter, as BatchNorm's ``num_batches_tracked``: any number will
-    # do.
+    # A buffer that is no index is a counter, such as BatchNorm's ``num_batches_tracked``: any
+    # number will do.
     is_buffer = node.meta.get("gt_input", {}).get("kind") == "buffer"
     if not extents and node.users and not is_buffer:
         raise ValueError(

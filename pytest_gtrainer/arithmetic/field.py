@@ -641,6 +641,7 @@ class Field(Arithmetic):
         return elements
 
     def _convolution_backward(self, call: Call) -> list[Elements | None]:
+        """Return the gradients of input, weight and bias that the mask asks for."""
         named = dict(call.named)
         rest = [named[name] for name in _OF_CONVOLUTIONS]
         gradient, given, weight = (

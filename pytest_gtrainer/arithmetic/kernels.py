@@ -101,6 +101,7 @@ def _avg_pool_backward(
     count_include_pad: bool,
     divisor_override: int | None,
 ) -> Tensor:
+    """Return the gradient of the input: each window gives its elements equal shares."""
     windows = _windows_of_pool(dims, x, kernel_size, stride, padding, ceil_mode)
     kernel, steps, left, right = windows
     shares = grad_output / _divisors_of_pool(x, windows, count_include_pad, divisor_override)
@@ -108,6 +109,8 @@ def _avg_pool_backward(
     for place in range(dims):
         shape[place - dims] += left[place] + right[place]
     result = torch.zeros(shape, dtype=x.dtype)
+
+    # One place of the window at a time, in all windows at once.
     for offsets in itertools.product(*map(range, kernel)):
         part = result
         for place, offset in enumerate(offsets):
@@ -116,6 +119,7 @@ def _avg_pool_backward(
             part = part.narrow(place - dims, offset, extent)
             part = part[(..., every, *[slice(None)] * (dims - place - 1))]
         part += shares
+
     return torch.nn.functional.pad(result, _both([-pad for pad in left], [-pad for pad in right]))
 
 
@@ -182,6 +186,7 @@ def _grouped_mm(
     if offs is None:
         result = x @ mat2
         return result if out_dtype is None else result.to(out_dtype)
+
     parts, start = [], 0
     for group, end in enumerate(offs.tolist()):
         of_group = slice(start, end)
@@ -192,6 +197,7 @@ def _grouped_mm(
             parts.append(x[group] @ mat2[:, of_group])
         else:
             parts.append(x[:, of_group] @ mat2[of_group])
+
     if x.ndim == mat2.ndim == 2:
         result = torch.stack(parts)
     else:
@@ -218,6 +224,8 @@ def _cdist(x1: Tensor, x2: Tensor, p: float, compute_mode: Any) -> Tensor:
 
 
 def _fused_adam(is_decoupled: bool) -> Callable[..., None]:
+    """Return the step of Adam, or that of AdamW, whose weight decay is decoupled."""
+
     def step(
         params: Any,
         grads: Any,
@@ -238,6 +246,7 @@ def _fused_adam(is_decoupled: bool) -> Callable[..., None]:
     ) -> None:
         if found_inf is not None and bool(found_inf):
             return
+
         for place, (param, grad, average, square) in enumerate(
             zip(params, grads, averages, squares, strict=True)
         ):
@@ -247,10 +256,12 @@ def _fused_adam(is_decoupled: bool) -> Callable[..., None]:
                 param.mul_(1 - lr * weight_decay)
             elif weight_decay:
                 grad = grad + weight_decay * param
+
             average.copy_(beta1 * average + (1 - beta1) * grad)
             square.copy_(beta2 * square + (1 - beta2) * grad * grad)
             if amsgrad:
                 largest[place].copy_(torch.maximum(largest[place], square))
+
             root = (largest[place] if amsgrad else square).sqrt() / (1 - beta2**count) ** 0.5
             param.sub_(lr / (1 - beta1**count) * average / (root + eps))
 
@@ -278,6 +289,7 @@ def _fused_sgd(
     grad_scale: Any = None,
     found_inf: Any = None,
 ) -> None:
+    """Carry out the step of SGD."""
     if found_inf is not None and bool(found_inf):
         return
     for place, (param, grad) in enumerate(zip(params, grads, strict=True)):

@@ -414,6 +414,7 @@ class ArithmeticMode(TorchDispatchMode):
                 else:
                     self._know(tensor, own)
             return True
+
         if base in CASTS and call.result.dtype == torch.bool:
             arithmetic.never_equal.add(str(call.operator))
             self._know(call.result, arithmetic.order(call.args[0].elements) != 0)
@@ -528,6 +529,7 @@ class ArithmeticMode(TorchDispatchMode):
         for argument in schema(func).arguments:
             if argument.is_write:
                 targets += tensors_in(named[argument.name])
+
         if base in ("copy_", "fill_", "zero_"):
             return self._overwrite(func, base, args, kwargs, named)
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -539,12 +541,15 @@ class ArithmeticMode(TorchDispatchMode):
             for target in targets:
                 self._write_known(target)
             return result
+
         if self.arithmetic.is_exact and func in KERNELS:
             with self:
                 return KERNELS[func](*args, **kwargs)
         operator = functional_of(func)
         if operator is None:
             return self._write_whole(func, base, args, kwargs, targets)
+
+        # Compute what the functional operator of the name returns, and let the targets have it.
         inputs = {name: value for name, value in named.items() if not _is_out(func, name)}
         given = [inputs[each.name] for each in schema(operator).arguments if not each.kwarg_only]
         options = {
@@ -578,6 +583,7 @@ class ArithmeticMode(TorchDispatchMode):
         return result
 
     def _overwrite(self, func: Any, base: str, args: Any, kwargs: Any, named: Any) -> Any:
+        """Carry out an operator that gives a target other numbers, whatever it has held."""
         target = args[0]
         source: Any = named.get("src", named.get("value", 0.0))
         value = self.shadows.read(source) if isinstance(source, Tensor) else None
@@ -586,6 +592,7 @@ class ArithmeticMode(TorchDispatchMode):
             result = func(*args, **kwargs)
             self.shadows.drop(target)
             return result
+
         self._lift_storage(target)
         fits = target.dtype
         if value is None:
@@ -596,6 +603,7 @@ class ArithmeticMode(TorchDispatchMode):
         else:
             elements, fits = self.arithmetic.cast(value, target.dtype)
             elements = elements.clone()  # source and target may be one memory
+
         result = func(*args, **kwargs)
         self.shadows.write(target, elements.expand(target.shape), fits)
         self._report(func, (args, kwargs), [target])

@@ -180,6 +180,7 @@ class _Reduce:
         return by_command(self._given.test, folder, self._given.timeout)
 
     def _reduce(self, judge: Oracle) -> int:
+        """Reduce the graph, print what is left, and return the exit status."""
         failure = judge(self._text)
         if failure is None:
             print(

@@ -227,6 +227,7 @@ def find_luck(schedules: Mapping[int, Schedule]) -> tuple[str, ...]:
 
 
 def _by_rank(graphs: AnyGraph | Mapping[int, Any]) -> dict[int, list[fx.GraphModule]]:
+    """Return the graphs of each rank, in the order in which it runs them."""
     if not isinstance(graphs, Mapping):
         if isinstance(graphs, list | tuple):
             raise ValueError(
@@ -286,6 +287,7 @@ class _Reader:
         return steps
 
     def _read(self, node: fx.Node, rank: int, steps: list[Launch | Wait]) -> None:
+        """Add what a node launches and waits for to ``steps``."""
         if self._communicates_inside(node):
             self._read_body(node, rank, steps)
             return
@@ -423,6 +425,7 @@ class _Reader:
         )
 
     def _declared(self, node: fx.Node, rank: int) -> Launch | None:
+        """Return the launch of an operator whose communication the user has declared."""
         if not isinstance(node.target, OpOverload):
             return None
 

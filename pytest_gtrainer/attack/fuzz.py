@@ -83,6 +83,7 @@ class Fuzzer:
         )
 
     def _try(self, seed: int, nodes: int) -> None:
+        """Generate one graph, run the pass on it, and judge the result."""
         model = None
         if self.models:
             model = self.models[seed % len(self.models)]

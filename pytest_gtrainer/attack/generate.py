@@ -94,6 +94,7 @@ class _Maker:
         self.sizes = [self.dice.choice((2, 3, 4, 6, 8)) for _ in range(3)]
 
     def make(self, nodes: int, model: fx.GraphModule | None) -> fx.GraphModule:
+        """Return a graph of about ``nodes`` nodes, which may begin with a part of ``model``."""
         more = nodes
         if model is not None:
             self._take_part_of(model, nodes)
@@ -103,11 +104,13 @@ class _Maker:
         self.places = self._input("places", torch.int64, [self.dice.choice(self.sizes)])
         if self.ranks > 1:
             self._make_parameters()
+
         steps = self._steps()
         # As in a joint graph: what follows a place chosen by chance is the backward's.
         self.backward_from = len(self.graph.nodes) + self.dice.randrange(2 * more + 1)
         for _ in range(more):
             self.dice.choice(steps)()
+
         for launch in list(self.started):
             self._wait(launch)
         # What nobody has written is no result, and nobody may read it.
@@ -115,6 +118,7 @@ class _Maker:
             self._write_whole(buffer)
         self._return()
         self._forget_numbers()
+
         attributes = {}
         for node in self.graph.find_nodes(op="get_attr"):
             name = str(node.target)
@@ -327,6 +331,7 @@ class _Maker:
             self._call(aten.bmm, node, self._call(aten.transpose.int, self._like(node), 1, 2))
 
     def _view(self) -> None:
+        """Add a view of a value, or a reshape, of a kind that its shape allows."""
         node = self._any()
         shape = list(node.meta["val"].shape)
         dims = len(shape)

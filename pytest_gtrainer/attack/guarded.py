@@ -58,6 +58,7 @@ def guarded(a_pass: Pass, seconds: float, note: Callable[[str], None]) -> Pass:
     child_came_back = mmap.mmap(-1, 1)
 
     def run(gm: fx.GraphModule, inputs: Any) -> Any:
+        """Run the pass under all guards, and end a child that it forks."""
         process = os.getpid()
         try:
             with (

@@ -346,6 +346,7 @@ def by_command(command: str, folder: Path, seconds: float) -> Oracle:
     spelled = command if "{}" in command else f"{command} {{}}"
 
     def judge(text: str) -> Failure | None:
+        """Run the command on a graph. Its last line with an error, or its status, is the kind."""
         path.write_text(text, encoding="utf-8")
         process = subprocess.Popen(
             spelled.replace("{}", shlex.quote(str(path))),

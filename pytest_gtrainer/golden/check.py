@@ -135,7 +135,7 @@ class Golden:
             whole = self._graph_text(value, WHOLE, sizes)
         claim = Claim(name or "", path.as_posix(), kind, text, whole)
         failure = self._plugin.claim(
-            self._item, claim, partial(self._unfaithful, value, view, sizes, claim)
+            self._item, claim, partial(self._why_not_to_write, value, view, sizes, claim)
         )
         if failure is not None:
             raise GoldenMismatch(facts.escaped(failure))
@@ -153,7 +153,7 @@ class Golden:
             name = self._made_by["test"].partition("[")[0]
             facts.emit("golden_use", test=name, checks=self._is_used)
 
-    def _unfaithful(self, value: Any, view: str, sizes: str, claim: Claim) -> str | None:
+    def _why_not_to_write(self, value: Any, view: str, sizes: str, claim: Claim) -> str | None:
         """Return the reason why the text of a graph must not be written, None if it may."""
         if view != WHOLE or not _is_graph(value):
             return None

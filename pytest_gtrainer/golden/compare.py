@@ -20,11 +20,16 @@ from pytest_gtrainer.graphtext.torch_spellings import respelled, same_but_for, s
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The outcome of a comparison, and its reasons."""
+    """The outcome of a comparison.
+
+    Attributes:
+        reasons: why the texts are not equal, in lines.
+        replaceable: False if an update must not write the obtained text, as the golden has more to
+            lose.
+    """
 
     outcome: Literal["equal", "different", "not judged"]
     reasons: str = ""
-    # False if an update must not write the obtained text, as the golden has more to lose
     replaceable: bool = True
 
 
@@ -37,7 +42,7 @@ def judge(kind: str, golden: str, obtained: str, limit: int = LIMIT) -> Finding:
         found = difference(kind, golden, obtained, limit)
         if found is None:
             return EQUAL
-        # Characters may look like others, or like nothing.
+        # Some characters look like others, or cannot be seen.
         in_ascii = []
         sides = header.body(golden).split("\n"), header.body(obtained).split("\n")
         for before, after in zip_longest(*sides, fillvalue=""):

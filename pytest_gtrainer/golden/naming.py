@@ -60,16 +60,20 @@ def torch_of(path: PurePosixPath) -> tuple[int, int] | None:
     return (int(found["major"]), int(found["minor"])) if found else None
 
 
-def standing(path: PurePosixPath, there: Iterable[str]) -> PurePosixPath:
-    """Return the file that holds in place of a golden kept per version of torch.
+def file_for_version(path: PurePosixPath, names: Iterable[str]) -> PurePosixPath:
+    """Return the file to compare with, for a golden that is kept per version of torch.
 
-    Of the files ``there`` in its folder, it is that of the newest version that is no newer.
+    It is that of the same version, or of the newest one before it.
+
+    Args:
+        path: the golden of the installed version.
+        names: the files in its folder.
     """
     own, version = re.fullmatch(_OF_TORCH, path.name), torch_of(path)
     if own is None or version is None:
         return path
     older = {}
-    for name in there:
+    for name in names:
         other = re.fullmatch(_OF_TORCH, name)
         if other is None or other.group("rest", "suffix") != own.group("rest", "suffix"):
             continue
@@ -172,7 +176,7 @@ def _partitions(claims: Mapping[int, Claim]) -> Iterable[tuple[str, dict[int, Ra
         yield symbol, groups
 
 
-def showing_groups(claims: Mapping[int, Claim]) -> Claim:
+def with_groups_of_all_ranks(claims: Mapping[int, Claim]) -> Claim:
     """Return the lowest rank's claim, with the groups of all ranks in its header.
 
     A group is left out if the lowest rank's determines those of the others.

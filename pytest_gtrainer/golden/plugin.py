@@ -47,10 +47,10 @@ class GoldenPlugin:
         self.config = config
         self.root = config.rootpath
         self.modes = modes_of(config)
-        # found after the last report, so no report carries them
+        # Facts that are found after the last report, so no report carries them.
         self.late_facts: list[facts.Fact] = []
         self._compares_runs = options.compares_runs(config)
-        # What a golden's file does not show: repetitions that accept their text, each its own.
+        # Texts are reported, too: two runs, or repetitions, may each accept a text of their own.
         self._shows_claims = self._compares_runs or options.get(config, "repeat") > 1
         self._artifacts = artifacts.folder(config)
         self._is_rank = "gt_rank" in getattr(config, "workerinput", {})
@@ -64,7 +64,7 @@ class GoldenPlugin:
         # By real path, as links may give one file two names: the name and text written last.
         self._written: dict[str, tuple[str, str]] = {}
         self._commands: dict[str, None] = {}  # of failed tests, in order
-        # numbers of an environment that the golden does not have: a sentence by path
+        # A sentence by path, for numbers of an environment that the golden does not have.
         self._not_judged: dict[str, str] = {}
         if not hasattr(config, "workerinput"):
             refuse_in_ci(config, self.modes.flags, f"{FOLDER}/")
@@ -78,20 +78,23 @@ class GoldenPlugin:
             return collection_path.is_relative_to(self.root / FOLDER) or None
         return None
 
-    def claim(self, item: pytest.Item, claim: Claim, unfit: Callable[[], str | None]) -> str | None:
+    def claim(
+        self, item: pytest.Item, claim: Claim, why_not_to_write: Callable[[], str | None]
+    ) -> str | None:
         """Judge a check, or record it in a rank; return the failure's text, None if it holds.
 
-        ``unfit`` returns the reason why a text must not become a golden, None if it may.
+        Args:
+            why_not_to_write: returns why the text must not become a golden; None if it may.
         """
         if self._is_rank:
             self._recorded.setdefault(item.nodeid, []).append(claim)
             is_first = self.config.workerinput["gt_rank"] == 0  # type: ignore[attr-defined]
-            return unfit() if self.modes.creates and is_first else None
+            return why_not_to_write() if self.modes.creates and is_first else None
 
         found, failure = self._judge(item, claim)
         found = [*found, *self._shown(claim)]
         if self._pending and self._pending[-1][0] is claim:
-            failure = unfit()
+            failure = why_not_to_write()
             if failure is not None:
                 self._pending.pop()
 
@@ -112,7 +115,7 @@ class GoldenPlugin:
 
         A check that waits for the end of the test to be written has neither.
         """
-        held = self._held(claim)
+        held = self._for_this_torch(claim)
         self._claimed |= {claim.path, held.path}
         if self._compares_runs:
             return [_fact(claim, "compared between two runs")], None
@@ -200,14 +203,14 @@ class GoldenPlugin:
 
         return ""
 
-    def _held(self, claim: Claim) -> Claim:
-        """Return the claim with the file that holds for this version of torch."""
+    def _for_this_torch(self, claim: Claim) -> Claim:
+        """Return the claim with the file that it is compared with under this version of torch."""
         path = PurePosixPath(claim.path)
         if naming.torch_of(path) is None:
             return claim
         folder = (self.root / path).parent
-        there = sorted(os.listdir(folder)) if folder.is_dir() else []
-        return claim._replace(path=naming.standing(path, there).as_posix())
+        names = sorted(os.listdir(folder)) if folder.is_dir() else []
+        return claim._replace(path=naming.file_for_version(path, names).as_posix())
 
     def _await(self, claim: Claim, outcome: str) -> tuple[list[facts.Fact], None]:
         self._pending.append((claim, outcome))
@@ -296,7 +299,9 @@ class GoldenPlugin:
 
         failures = []
         for nth in range(len(by_rank[min(by_rank)])):
-            claim = naming.showing_groups({rank: claimed[nth] for rank, claimed in by_rank.items()})
+            claim = naming.with_groups_of_all_ranks(
+                {rank: claimed[nth] for rank, claimed in by_rank.items()}
+            )
             more, failure = self._judge(item, claim)
             found += [*more, *self._shown(claim)]
             if failure is not None:

@@ -243,15 +243,21 @@ class UnusedGoldens:
 
 
 class Collection:
-    """The tests and files that a process has collected, before anything was deselected."""
+    """The tests and files that a process has collected, before anything was deselected.
+
+    Attributes:
+        items: the tests, in order; the values are not used.
+        stems: their stems, see ``golden.naming``.
+        empty_sets: stems of tests whose parameters are an empty set here.
+        collected: places of the goldens of files that were collected.
+        uncertain: places of those of files that were skipped or failed.
+    """
 
     def __init__(self) -> None:
-        # Only a run that finds goldens reads the names of its tests.
+        # The names of tests are read from the items only in a run that finds goldens.
         self.items: dict[pytest.Item, None] = {}
         self.stems: set[PurePosixPath] = set()
-        # stems of tests that have no parameters here
         self.empty_sets: set[PurePosixPath] = set()
-        # places of files that were collected, and of those that were skipped or failed
         self.collected: set[PurePosixPath] = set()
         self.uncertain: set[PurePosixPath] = set()
 

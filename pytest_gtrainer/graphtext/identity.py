@@ -252,6 +252,7 @@ class _Describer:
         return text
 
     def _describe_by_kind(self, value: Any) -> str:
+        """Describe a value as its type asks for."""
         # The order counts: a parameter is a tensor, and an enum may be a number.
         match value:
             case enum.Enum():
@@ -293,6 +294,7 @@ class _Describer:
         return f"{name}({', '.join(arguments)})"
 
     def _describe_container(self, value: Any) -> str:
+        """Describe a container as Python writes it; a subclass with its name and attributes."""
         kind = type(value)
         if isinstance(value, dict | types.MappingProxyType):
             pairs = [f"{self.describe(key)}: {self.describe(item)}" for key, item in value.items()]
@@ -345,6 +347,10 @@ class _Describer:
         return f'{name}["{digest_of_text("; ".join(parts))}"]'
 
     def _describe_function(self, value: Any) -> str:
+        """Describe a function by its name; one of a user also by all that decides what it does.
+
+        That is its code, the globals that it reads, defaults, attributes, and closure.
+        """
         if isinstance(value, staticmethod | classmethod):
             return f"{type(value).__name__}({self.describe(value.__func__)})"
         name = qualified_name(value)
@@ -360,6 +366,7 @@ class _Describer:
 
         if not isinstance(value, types.FunctionType):
             return self._describe_function_of_c(value)
+
         parts = [name]
         if not _is_of_torch(value) or value.__name__ == "<lambda>":
             parts += [code_of(value.__code__), *self._describe_globals(value)]

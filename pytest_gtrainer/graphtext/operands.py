@@ -166,6 +166,7 @@ class Sizes:
         return self.number(node, place, kind)
 
     def _expression(self, node: ast.expr, place: LinePlace) -> Any:
+        """Return a size, such as ``2*u0 + 1``, as an expression of sympy."""
         parts: Sequence[ast.expr] = ()
         function: Callable[..., Any] | None = None
         match node:

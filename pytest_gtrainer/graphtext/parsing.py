@@ -268,8 +268,10 @@ class _Parser:
         """Evaluate the definitions, and keep sections and bodies for ``make``."""
         defined: set[str] = set()
         bodies: list[ast.FunctionDef] = []
+
         for node in statements:
             match node:
+                # A body of a graph that a node calls.
                 case ast.FunctionDef(name):
                     if node.decorator_list or node.returns or ast.unparse(node.args):
                         raise refuse(
@@ -285,11 +287,15 @@ class _Parser:
                         )
                     defined.add(name)
                     bodies.append(node)
+
+                # A group, a size, a device or a setting.
                 case ast.Assign([ast.Name(name)]):
                     if name in defined:
                         raise refuse(node, f"`{name}` is defined twice")
                     defined.add(name)
                     self._define(name, node.value)
+
+                # A module that a node calls, ``module.layers[0].up = ...``.
                 case ast.Assign([ast.Attribute() | ast.Subscript() as target]) if (
                     chain(target)[0].value == "module"
                 ):
@@ -299,6 +305,8 @@ class _Parser:
                     self._modules[path] = node.value
                 case ast.Assign():
                     raise unexpected(node, "a definition like `fsdp = group([0, 4])`")
+
+                # A section, whose lines are read by ``make``.
                 case ast.For() | ast.If():
                     sections = _sections_of(node)
                     self._keys |= sections
@@ -315,6 +323,7 @@ class _Parser:
             )
 
     def _define(self, name: str, node: ast.expr) -> None:
+        """Keep a definition: a group, a size, a device or a setting of the graph."""
         nowhere = LinePlace("fwd", None)
         match node:
             case ast.Call(ast.Name("group"), [argument]):
@@ -382,15 +391,18 @@ class _Parser:
                 raise unexpected(node, "`name: type = operator(...)`")
 
     def _input(self, node: ast.AnnAssign, place: LinePlace) -> None:
+        """Add the placeholder of a line such as ``P.layers[0].w: f32[2, 4]``."""
         links, space = chain(node.target), place.space
         may_have_value = node.value is None or space in ("A", "I")
         if not may_have_value or len(links) < 2 or links[0].value != space:
             raise unexpected(node, f"an input like `{space}.layers[0].w: f32[2, 4]`")
+
         key = syntax.input_key_at(links, place.layer)
         name = key.fqn.replace(".", "_") or "arg"
         default: tuple[Any, ...] = ()
         if node.value is not None:
             default = (self.operands.operand(node.value, place),)
+
         name_of_node = name if name.isidentifier() else f"arg_{name}"
         made = append_node(self.graph, name_of_node, "placeholder", name, default, {})
         # The namespace of the graph may have changed a name that is taken.

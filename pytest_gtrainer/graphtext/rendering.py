@@ -139,10 +139,16 @@ def _draw(gm: fx.GraphModule, view: str, mesh: Mapping[str, int], sizes: str = "
 
 
 def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_body: bool) -> _Drawn:
+    """Return the definitions and settings of a graph, and its sections.
+
+    Args:
+        is_body: the graph is one that another graph calls, which has the other's sizes.
+    """
     device = backed.device(_default_device(gm))
     bodies, bodies_text = _bodies(gm, mesh, backed)
     speller = Speller(gm, mesh, backed, device, bodies)
     scopes, output = speller.scopes, gm.graph.output_node()
+
     # Settings hold for the graph as a whole; the usual ones are left out.
     settings = []
     results = output.args[0]
@@ -160,17 +166,21 @@ def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_bod
         structure = result_structure(gm.graph)
     if structure is not None and (spelled := spell_structure(structure)) is not None:
         settings.append(f"structure = {spelled}")
+
     managed = output.meta.get("gt_managed_order")
     parameters = [source.fqn for source in scopes.inputs.values() if source.space == "P"]
     if managed is not None and list(managed) != managed_order(parameters):
         settings.append(f"managed = {list(managed)}")
     if hooks := hooks_of(gm):
         settings.append(f"hooks = {spell_description(hooks)}")
+
     sections = [
         *_input_sections(speller),
         *_schedule_sections(speller),
         *_output_sections(output, speller),
     ]
+
+    # Last, as the sections name the groups and modules that they use.
     definitions = list(map(str, speller.groups.values()))
     if not is_body:
         definitions += backed.definitions()

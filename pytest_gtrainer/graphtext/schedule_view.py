@@ -230,6 +230,7 @@ class _Schedule:
         return scope.space, scope.layer or scope.owners[0].partition(".")[0]
 
     def _line(self, nodes: Sequence[fx.Node]) -> str:
+        """Return the line of a launch, a wait or a call, or of several operators in a row."""
         first = nodes[0]
         if is_launch(first):
             return f"launch({', '.join(self._launch(first))})"
@@ -239,6 +240,7 @@ class _Schedule:
         if first in self._called:
             bodies = ", ".join(self._called[first])
             return f"call({self._module(scopes)}, {operator_of(first).short}, {bodies})"
+
         counts = Counter(operator_of(node).short for node in nodes)
 
         def weight(short: str) -> tuple[bool, bool, int]:

@@ -231,6 +231,7 @@ def _shifted(steps: Steps, at: int | None) -> Steps:
 
 
 def _surroundings(a: RecordedRun, b: RecordedRun) -> list[str]:
+    """Return a line for each setting, version and argument in which two runs differ."""
     lines = []
 
     def say_if_other(what: str, left: str, right: str) -> None:
@@ -449,6 +450,7 @@ class _Comparing:
         return shared
 
     def _compare_phase(self, step: int, phase: str) -> None:
+        """Compare all values of a phase; keep its differences if they are the first ones."""
         a, b = self._entries(step, phase)
         found, number = [], 0
         for name in {**a, **b}:
@@ -459,16 +461,19 @@ class _Comparing:
                 reason = "because it is rounded otherwise on other ranks"
                 self.skipped.setdefault(reason, set()).add(phase)
                 continue
+
             try:
                 difference = self._compare_name(step, phase, name, a.get(name), b.get(name))
             except _NotComparable as reason:
                 self.skipped.setdefault(str(reason), set()).add(f"{phase}: {name}")
                 continue
+
             number += 1
             if phase == "loss" and name in a and not _is_finite(a[name]):
                 self.without_number.append(step)
             if difference is not None and not self._is_of_surroundings(difference):
                 found.append(difference)
+
         self.result.compared += number
         self.result.counts[phase] = len(found), number
         if not self.result.differences:
@@ -520,6 +525,7 @@ class _Comparing:
     def _compare_name(
         self, step: int, phase: str, name: str, a: Values | None, b: Values | None
     ) -> Difference | None:
+        """Return how the values of one name differ; one that a side lacks is a difference."""
         if a is None or b is None:
             letter = "A"
             if a is None:

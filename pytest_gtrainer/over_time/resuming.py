@@ -176,6 +176,7 @@ class _Runs:
         self._ended: dict[str, Piece] = {}
 
     def in_first_world(self) -> None:
+        """Train through, then load what was saved, and train to the same end."""
         trainer = self.make()
         missing = [name for name in ("model", "optimizer", "step") if not hasattr(trainer, name)]
         if missing:
@@ -194,6 +195,7 @@ class _Runs:
         for name, piece in before.items():
             if name in after and not piece.equals(after[name]):
                 self.changed.append(name)
+
         self._train(trainer, "resumed", self.at, self.steps)
         ended = pieces_of(trainer)
         for name, piece in self._saved.items():
@@ -202,6 +204,8 @@ class _Runs:
             for place in _differ(name, self._saved, after):
                 if not place.startswith(piece.recorded):
                     self.forgotten.append((name, place))
+
+        # A control: a trainer that loads nothing has to train otherwise.
         self._train(self.make(), "not loaded", 0, 1)
 
     def without_pieces(self) -> None:

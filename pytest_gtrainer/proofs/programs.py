@@ -342,8 +342,8 @@ def _refuse_another_kind(node: fx.Node, value: Any) -> None:
     is_known = all(isinstance(size, int) for size in sizes)
     if traced.dtype != value.dtype or (is_known and sizes != list(value.shape)):
         raise ValueError(
-            f"input {input_fqn(node)} is a tensor of {value.dtype} and size {list(value.shape)}, and "
-            f"a graph was traced for {traced.dtype} and {sizes}: give inputs= of that kind, or "
+            f"input {input_fqn(node)} is a tensor of {value.dtype} and size {list(value.shape)}, "
+            f"and a graph was traced for {traced.dtype} and {sizes}: give inputs= of that kind, or "
             "trace both graphs for this one"
         )
 

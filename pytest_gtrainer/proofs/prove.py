@@ -172,7 +172,8 @@ def prove(
 
     Raises:
         ValueError: no inputs for callables, an input that nobody can make up or of another size or
-            dtype than a graph was traced for, collectives without a world, or a world for callables.
+            dtype than a graph was traced for, collectives without a world, or a world for
+            callables.
     """
     programs, drawn = _programs(actual, expected, inputs, world)
     check_kind(at_least)

@@ -29,6 +29,7 @@ OFTEN = ("passes", "check")
 # Fields of the header of a golden, which may be copied into a pass file.
 _OF_HEADER = ("test", "torch", "remake", "view", "groups")
 _OF_READER = ("note", "todo", "fixme", "example")
+# Those of ``checks.predicates``, which imports torch; a test compares them.
 _KINDS_OF_CHECK = ("then", "next", "same", "never", "count", "start")
 # Directives with one word. ``values``: results bit for bit as before, or equal in a kind for any
 # numbers. ``result``: the graph as it was. ``again``: a second run changes nothing.

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from pytest_gtrainer.golden.compare import judge
-from pytest_gtrainer.golden.naming import Claim, disagreement, showing_groups
+from pytest_gtrainer.golden.naming import Claim, disagreement, with_groups_of_all_ranks
 from pytest_gtrainer.graphtext import header
 from pytest_gtrainer.testing import run_project
 from tests.golden.conftest import QUICK
@@ -101,7 +101,7 @@ def test_a_golden_shows_the_groups_of_all_ranks_where_the_first_does_not_tell_th
     """V4: those of a mesh's dimension follow from the first; such goldens keep their bytes."""
     claimed = claims(*groups)
     assert disagreement({rank: [claim] for rank, claim in claimed.items()}) is None
-    text = showing_groups(claimed).text
+    text = with_groups_of_all_ranks(claimed).text
     assert header.read(text).get("groups") == shown
     assert header.body(text) == header.body(claimed[0].text)
     if shown is None:
@@ -110,11 +110,15 @@ def test_a_golden_shows_the_groups_of_all_ranks_where_the_first_does_not_tell_th
 
 def test_a_golden_with_other_groups_differs():
     """V4: the first rank's group is the same, and so is the text below the header."""
-    straight = showing_groups(claims(("tp", ["[0, 1]"] * 2 + ["[2, 4]", "[3, 5]"] * 2))).text
-    crossed = showing_groups(
+    straight = with_groups_of_all_ranks(
+        claims(("tp", ["[0, 1]"] * 2 + ["[2, 4]", "[3, 5]"] * 2))
+    ).text
+    crossed = with_groups_of_all_ranks(
         claims(("tp", ["[0, 1]"] * 2 + ["[2, 5]", "[3, 4]", "[3, 4]", "[2, 5]"]))
     ).text
-    found = showing_groups(claims(("tp", ["[0, 1]"] * 2 + ["[2, 3]"] * 2 + ["[4, 5]"] * 2))).text
+    found = with_groups_of_all_ranks(
+        claims(("tp", ["[0, 1]"] * 2 + ["[2, 3]"] * 2 + ["[4, 5]"] * 2))
+    ).text
     assert judge("graph", straight, straight).outcome == "equal"
     assert "the golden has tp = [0, 1] [2, 4] [3, 5], obtained tp = [0, 1] [2, 5] [3, 4]" in (
         judge("graph", straight, crossed).reasons

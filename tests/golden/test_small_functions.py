@@ -9,10 +9,10 @@ from pytest_gtrainer.golden.naming import (
     FOLDER,
     Claim,
     disagreement,
+    file_for_version,
     golden_path,
     place_of_tests,
     safe,
-    standing,
     stem_of_golden,
     stem_of_test,
     torch_of,
@@ -48,10 +48,10 @@ def test_paths():
         "test_c@torch=2.15.txt",
         "test_c@x@torch=2.14.txt",
     ]
-    held = standing(PurePosixPath("golden/test_c@torch=2.14.txt"), there)
+    held = file_for_version(PurePosixPath("golden/test_c@torch=2.14.txt"), there)
     assert str(held) == "golden/test_c@torch=2.13.txt"
     own = PurePosixPath("golden/test_c@torch=2.15.txt")
-    assert standing(own, there) == own, "its own file, though an older one lies beside it"
+    assert file_for_version(own, there) == own, "its own file, though an older one lies beside it"
 
 
 def test_files(tmp_path):

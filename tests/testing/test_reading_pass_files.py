@@ -2,8 +2,8 @@
 
 import pytest
 
-from pytest_gtrainer.checks import CheckError
-from pytest_gtrainer.testing import PassFileError, pass_files, run_pass_file
+from pytest_gtrainer.checks import CheckError, predicates
+from pytest_gtrainer.testing import PassFileError, pass_file, pass_files, run_pass_file
 from pytest_gtrainer.testing.pass_file import read_pass_file
 
 
@@ -239,3 +239,8 @@ def test_files_of_any_case_and_in_linked_folders_are_found(tmp_path):
         "w",
         "y",
     ]
+
+
+def test_the_kinds_of_checks_are_those_of_the_checker():
+    """Pass files are read without torch, so the kinds stand in two places."""
+    assert pass_file._KINDS_OF_CHECK == predicates.KINDS

@@ -80,7 +80,7 @@ class Meeting(Awaited):
     def __str__(self) -> str:
         return f"waiting in {self.text} for {self.missing}"
 
-    def hold(self) -> None:
+    def carry_out(self) -> None:
         """Carry the collective out, once every member has called it.
 
         Raises:
@@ -159,7 +159,8 @@ class MeetingPlace:
         self.wanted: defaultdict[Route, deque[Message]] = defaultdict(deque)
         self.arrivals = dict.fromkeys(ranks, 0)
         self.open: dict[int, Meeting] = {}  # by their numbers
-        self.gave: set[int] = set()  # the ranks that gave or wanted a tensor, as in no barrier
+        # The ranks that gave or wanted a tensor; a barrier exchanges none.
+        self.exchanging: set[int] = set()
         self.left: set[int] = set()  # the ranks that have destroyed their group
 
     def arrive(self, rank: int, call: Issued) -> Meeting:
@@ -167,7 +168,7 @@ class MeetingPlace:
         number = self.arrivals[rank]
         self.arrivals[rank] += 1
         if call.outputs or call.given.inputs:
-            self.gave.add(rank)
+            self.exchanging.add(rank)
         meeting = self.open.setdefault(number, Meeting(self, number))
         meeting.calls[rank] = call
         if meeting.is_complete:
@@ -214,7 +215,7 @@ class SharedGroups:
         """Return the ranks with which a rank has exchanged tensors, in destroyed groups, too."""
         found: set[int] = set()
         for meeting_place in self._meeting_places.values():
-            if rank in meeting_place.gave:
+            if rank in meeting_place.exchanging:
                 found.update(meeting_place.ranks)
             for source, destination, _ in (*meeting_place.sent, *meeting_place.wanted):
                 if rank in (source, destination):
@@ -330,7 +331,7 @@ class ThreadGroup(dist.ProcessGroup):
         )
         if meeting.is_complete:
             with self._failing_all(), unseen_by_modes(), self._shared.under():
-                meeting.hold()
+                meeting.carry_out()
             self._team.announce(meeting)
         return _Work(self._team, self._global_rank, meeting, outputs, text)
 

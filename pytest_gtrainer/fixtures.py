@@ -62,8 +62,7 @@ def gt_world(request: pytest.FixtureRequest) -> Iterator[World]:
         other = live[-1][1]
         pytest.fail(
             f"{request.node.name} is marked {spec.kind}({spec.size}), while the world of its "
-            "module "
-            f"or class, {other.kind}({other.size}), is set up for wider fixtures: leave out the "
+            f"module or class, {other.kind}({other.size}), is set up for wider fixtures: leave out the "
             "test's own marker, or move it out of there",
             pytrace=False,
         )

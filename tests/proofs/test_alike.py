@@ -169,6 +169,7 @@ def test_ranks_with_other_whole_numbers_are_not_alike():
     for other in (torch.ones(3, 2).t(), torch.ones(2, 3).double(), torch.ones(2, 3, 1)):
         assert not differ_only_in_floats([[torch.ones(2, 3)], [torch.ones(2, 3)], [other]])
     assert not differ_only_in_floats([[1.0], [2.0]])
+    assert not differ_only_in_floats([[0.0], [-0.0]])
     assert not differ_only_in_floats([[1.0], [torch.ones(())]])
 
 

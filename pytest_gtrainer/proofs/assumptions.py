@@ -30,6 +30,11 @@ _MEANT = "meaning(...) says"
 UNSEEN = "inputs of a graph that the traced code held stand for any numbers"
 
 
+def describe_opaque(operators: Sequence[str]) -> tuple[str, ...]:
+    """Say what is taken for granted of operators of unknown meaning."""
+    return (f"{', '.join(operators)} {_OPAQUE}",) if operators else ()
+
+
 def is_unchecked(assumption: str) -> bool:
     """Return whether an assumption is about operators or tensors that no run has looked at."""
     return any(words in assumption for words in (_OPAQUE, _MEANT, UNSEEN))
@@ -57,9 +62,7 @@ def taken_on_trust(arithmetics: Sequence[Arithmetic], reads: int) -> list[str]:
     for attribute, words in _TAKEN_ON_TRUST.items():
         if any(getattr(arithmetic, attribute) for arithmetic in arithmetics):
             found.append(words)
-    if opaque:
-        names = ", ".join(sorted(opaque))
-        found.append(f"{names} {_OPAQUE}")
+    found += describe_opaque(sorted(opaque))
     if meant:
         their = "its" if len(meant) == 1 else "their"
         found.append(f"{_they_compute(sorted(meant))} what {their} meaning(...) says")

@@ -25,7 +25,7 @@ from torch import Tensor, fx
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.foreign_graphs import ExportedProgram
-from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer._torch.values import OpOverload, pytree
 from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.field import Field, FieldWithExponents
 from pytest_gtrainer.arithmetic.numbers import Numbers, numbers_of
@@ -43,6 +43,7 @@ from pytest_gtrainer.proofs.alike import OneRankForAll, differ_only_in_floats
 from pytest_gtrainer.proofs.assumptions import (
     UNSEEN,
     describe_known,
+    describe_opaque,
     describe_unlike,
     is_unchecked,
     taken_on_trust,
@@ -207,6 +208,7 @@ def _identical_by_structure(programs: Sequence[Program], world: AnyWorld | None)
     results += world is None  # their structure
     seconds = {"identical": time.perf_counter() - begun}
     assumes = _assumed_of_launches(programs) + _assumed_of_state(programs) + proof.assumes
+    assumes += _assumed_of_foreign_operators(graphs, proof.assumes)
     return replace(proof, compared=ranks * results, seconds=seconds, assumes=assumes)
 
 
@@ -770,6 +772,21 @@ def _assumed_of_launches(programs: Sequence[Program]) -> tuple[str, ...]:
         return ()
     many = f"{unread[0]} and {unread[1]} collectives"
     return (f"nobody reads the results of {many}, and what they cost is not compared",)
+
+
+def _assumed_of_foreign_operators(
+    graphs: Sequence[fx.GraphModule], assumes: Sequence[str]
+) -> tuple[str, ...]:
+    """Name operators of other libraries in shared parts, which no arithmetic has met."""
+    names = set()
+    for gm in graphs:
+        for node in gm.graph.nodes:
+            if isinstance(node.target, OpOverload) and node.target.namespace not in _OF_TORCH:
+                names.add(str(node.target))
+    return describe_opaque(sorted(name for name in names if name not in " ".join(assumes)))
+
+
+_OF_TORCH = ("aten", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
 def _assumed_of_state(programs: Sequence[Program]) -> tuple[str, ...]:

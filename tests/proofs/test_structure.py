@@ -65,6 +65,28 @@ def test_calls_of_one_operator_on_equal_values_run_never(ran):
     assert not ran
 
 
+@torch.library.custom_op("gt_structure::scaled", mutates_args=())
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+scaled.register_fake(torch.empty_like)
+
+
+@pytest.mark.parametrize("change", [in_halves, lambda x, w: x @ w], ids=["part", "nothing"])
+def test_operators_that_no_run_meets_are_named(change):
+    """Two calls of one operator are equal only if it depends on nothing but its arguments."""
+
+    def after(function):
+        return lambda x, w: layers(torch.ops.gt_structure.scaled(x), w, function)
+
+    sides = graph(after(change)), graph(after(lambda x, w: x @ w))
+    proof = prove(*sides, inputs=(X, W))
+    assert proof.kind == "identical"
+    (named,) = [line for line in proof.assumes if "gt_structure.scaled.default" in line]
+    assert "depend on nothing but their arguments, and write to none of them" in named
+
+
 def test_another_kind_is_found_by_a_run_of_all(ran):
     def reordered(x, w):
         return x[:, :3] @ w[:3] + x[:, 3:] @ w[3:]

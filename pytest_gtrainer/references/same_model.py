@@ -142,21 +142,7 @@ def assert_same_model(
             "a mesh of one rank: nothing is parallel on it, so equal results prove nothing. Take "
             "two ranks or more, or no mesh= for a model without process groups"
         )
-    proof = None
-    idle: Sequence[str] = ()
-    before: Mapping[str, Tensor] = {}
-    for kind in _CASTS:
-        try:
-            if not before:
-                reference_side = _reference_now(models, mesh)
-                before = reference_side.results()
-                models = replace(models, is_shared=_is_alike_on_ranks(reference_side))
-            proof, idle = _proof_of(kind, models, mesh, loss_dims, before)
-        except NoMeaning as error:
-            proof = Proof("unknown", reason=str(error))
-        if proof.kind in (kind, "unknown"):
-            break
-    assert proof is not None
+    proof, idle, models = _strongest(models, mesh, loss_dims)
     outcome: str = proof.kind
     if idle:
         outcome += f" (nothing parallel along {', '.join(idle)})"
@@ -172,6 +158,35 @@ def assert_same_model(
             says = "nobody knows whether the parallel model is the unsharded one"
         raise AnotherFunction(f"{says}\n{proof}", proof)
     return proof
+
+
+def _strongest(
+    models: Models, mesh: DeviceMesh | None, loss_dims: Sequence[str]
+) -> tuple[Proof, Sequence[str], Models]:
+    """Return a proof of the strongest kind that holds, and where the stronger one begins to fail.
+
+    The dimensions of the mesh along which nothing is parallel come second; then the models, with
+    what is known of them.
+    """
+    before: Mapping[str, Tensor] = {}
+    differs: _Answer | None = None
+    for kind in _CASTS:
+        try:
+            if not before:
+                reference_side = _reference_now(models, mesh)
+                before = reference_side.results()
+                models = replace(models, is_shared=_is_alike_on_ranks(reference_side))
+            answer = _proof_of(kind, models, mesh, loss_dims, before)
+        except NoMeaning as error:
+            return Proof("unknown", reason=str(error)), (), models
+        proof = answer.proof
+        if proof.kind in (kind, "unknown"):
+            break
+        if kind != _LAST:
+            differs = answer
+    if proof.kind == _LAST and differs is not None:
+        proof = replace(proof, first=differs.proof.first, origin=differs.begins())
+    return proof, answer.idle, models
 
 
 def _said_of_combine(models: Models, mesh: DeviceMesh | None) -> str:
@@ -311,10 +326,9 @@ def _proof_of(
     mesh: DeviceMesh | None,
     dims: Sequence[str],
     before: Mapping[str, Tensor],
-) -> tuple[Proof, Sequence[str]]:
+) -> "_Answer":
     """Return whether the two are equal in a kind, in each arithmetic that may find it.
 
-    The dimensions of the mesh along which nothing is parallel come second, if they are equal.
     Where elements decide something, or have few square roots, they run again with others.
 
     Args:
@@ -338,13 +352,34 @@ def _proof_of(
         along = " or ".join(map(repr, idle))
         says = f"nothing is parallel along {along}, so this says nothing of parallelism there"
         proof = replace(proof, assumes=(*proof.assumes, says))
-    if proof.kind == "another function" and proof.first is not None and kind == _LAST:
-        alike = make_arithmetic()
-        alike.order_as(both.arithmetic)
-        return replace(proof, origin=_first_module(proof.first, both, subject, alike)), idle
     if proof.kind == kind:
         _check_reference_stays(before, after or _reference_now(models, mesh).results())
-    return proof, idle
+
+    def begins() -> str:
+        if proof.first is None:
+            return ""
+        alike = make_arithmetic()
+        alike.order_as(both.arithmetic)
+        return _first_module(proof.first, both, subject, alike)
+
+    if proof.kind == "another function" and kind == _LAST:
+        proof = replace(proof, origin=begins())
+    return _Answer(proof, idle, begins)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Whether both sides are equal in a kind.
+
+    Attributes:
+        idle: the dimensions of the mesh along which nothing is parallel, if they are.
+        begins: runs both sides again, and says at which module they begin to differ. On real ranks
+            every rank must call this.
+    """
+
+    proof: Proof
+    idle: Sequence[str]
+    begins: Callable[[], str]
 
 
 def _idle_dims(found: Sequence[SideResults], mesh: DeviceMesh | None) -> Sequence[str]:

@@ -159,6 +159,15 @@ def test_mixed_precision_is_set_aside(gt_mesh):
     policy = "param_dtype=torch.bfloat16, reduce_dtype=torch.float32"
     said = "mixed precision is set aside, so its casts change nothing"
     assert proof.assumes == (f"{said}: MixedPrecisionPolicy({policy})",)
+    assert "not reordered: first loss of data coordinate 0" in str(proof)
+    assert proof.origin == "the output of embed"
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("ranks", size=2, mesh={"dp": 2})
+def test_real_ranks_say_where_they_round_otherwise(gt_mesh):
+    proof = assert_same_model(mixed_precision, make_model, step, batch, mesh=gt_mesh)
+    assert (proof.kind, proof.origin) == ("rounds elsewhere", "the output of embed")
 
 
 @pytest.mark.gt_world("simulated", size=2, mesh={"dp": 2})

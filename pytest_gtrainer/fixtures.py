@@ -165,10 +165,9 @@ def gt_fake_tensors(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Make every new tensor of the test a fake one, of any device; yields the mode."""
     from pytest_gtrainer._torch.fake_tensors import fake_tensors
 
-    # Before the mode: torch reads the numbers of a mesh.
-    for name in ("gt_module_mesh", "gt_class_mesh", "gt_mesh"):
-        if name in request.fixturenames:
-            request.getfixturevalue(name)
+    # Before the mode: torch reads the numbers of a mesh. Those of wider scope are there already.
+    if "gt_mesh" in request.fixturenames:
+        request.getfixturevalue("gt_mesh")
     with fake_tensors() as mode:
         yield mode
 

@@ -16,7 +16,7 @@ from pytest_gtrainer import (
     trace_step,
 )
 from pytest_gtrainer import joint_transformer_block_bucketing_reordering_pass as joint_pass
-from pytest_gtrainer.graph.bucket_plan import tied_parameters
+from pytest_gtrainer.graph.bucket_plan import Plan, tied_parameters
 from pytest_gtrainer.graph.collectives import PlanError, fsdp_reduce_scatters
 from pytest_gtrainer.references.eager import shard_eagerly
 
@@ -77,6 +77,20 @@ def test_graph_and_eager_refuse_it_in_the_same_words(gt_mesh, plan):
         ValueError, match="is shared with a parameter already managed by another FSDP group"
     ):
         eager(TOKENS)
+
+
+@pytest.mark.parametrize("apart", ["a", "b", "c"])
+def test_any_of_several_modules_of_a_tie_may_be_apart(apart):
+    """B6: the message has all of them, and where they are."""
+    together = [name for name in ("a", "b", "c") if name != apart]
+    tied = {"a.w": ("a.w", "b.w", "c.w")}
+    with pytest.raises(PlanError) as failure:
+        Plan([together, apart]).check_ties(tied)
+    said = str(failure.value)
+    assert said.startswith("Parameter 'a.w' is shared with 'b.w', 'c.w' in another bucket ")
+    assert f"({', '.join(sorted(['+'.join(together), apart]))})" in said
+    assert "in the same bucket, ['a', 'b', 'c']" in said
+    Plan([["a", "b", "c"]]).check_ties(tied)
 
 
 def test_names_that_the_model_does_not_have_are_told_before_a_tie(gt_mesh):

@@ -92,6 +92,23 @@ def test_a_result_that_is_read_before_its_wait(is_packet, waits):
     assert find_early_read(graph) == (None if waits else (sent, read))
 
 
+@pytest.mark.parametrize("waited", ["the result", "a view", "nothing"])
+@pytest.mark.parametrize("read", ["the result", "a view", "another view"])
+def test_a_wait_for_a_result_or_a_view_of_it_is_one_for_all_of_them(waited, read):
+    graph = fx.Graph()
+    sent = graph.call_function(
+        functional.all_reduce.default, (graph.placeholder("rows"), "sum", "fsdp")
+    )
+    views = {"the result": sent}
+    for name, shape in (("a view", [2, 2]), ("another view", [4, 1])):
+        views[name] = graph.call_function(torch.ops.aten.view.default, (sent, shape))
+    if waited in views:
+        graph.call_function(functional.wait_tensor.default, (views[waited],))
+    reader = graph.call_function(torch.ops.aten.mul.Tensor, (views[read], 2.0))
+    graph.output((reader,))
+    assert find_early_read(graph) == (None if waited in views else (sent, reader))
+
+
 @pytest.mark.parametrize(
     "target", [None, dist.get_rank, dist.is_initialized, torch.relu, DTensor.from_local]
 )

@@ -286,6 +286,11 @@ def register_buffer(model):
     model.head.register_buffer("cache", torch.zeros(1))
 
 
+def register_two_buffers(model):
+    for name in ("first", "second"):
+        model.head.register_buffer(name, torch.zeros(1))
+
+
 def register_parameter(model):
     model.head.register_parameter("bias", nn.Parameter(torch.zeros(4)))
 
@@ -296,6 +301,7 @@ CHANGES = {
     r"\(.data =,",
     freeze: "the step changes requires_grad of head.weight",
     register_buffer: "the step registers head.cache",
+    register_two_buffers: r"the step registers head\.first, head\.second, which a graph cannot",
     register_parameter: "the step registers head.bias",
 }
 
@@ -699,6 +705,22 @@ def test_a_reentrant_checkpoint_is_refused_with_a_way_out(trained):
         traced.replay(model, tokens)
         got = {name for name, each in model.named_parameters() if each.grad is not None}
         assert ("layer.weight" in got) == (trained != "head")
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_reentrant_checkpoint_behind_any_output_of_a_stage_is_refused(place):
+    class SeveralOutputs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            outputs = [self.layer(x) * scale for scale in range(3)]
+            outputs[place] = checkpoint(self.layer, x, use_reentrant=True)
+            return tuple(outputs)
+
+    with pytest.raises(ValueError, match="take use_reentrant=False"):
+        trace_stage(SeveralOutputs(), (torch.ones(2, 4, requires_grad=True),))
 
 
 @pytest.mark.parametrize("shape", [(4, 2, 6), (4, 6)], ids=["batched", "unbatched"])

@@ -128,6 +128,15 @@ def test_a_model_mesh_of_three_dimensions_and_one_of_another_root_are_refused(gt
             data_parallel(refused, gt_mesh["dp"])
     twin = data_parallel(over(gt_mesh["b", "c"], [Shard(0), Replicate()]), gt_mesh["dp"])
     assert [str(p) for p in twin[0].weight.placements] == ["S(0)", "R"]
+    # A shard of each of the four shards that the model made, over two dimensions.
+    model = nn.Sequential(nn.Linear(4, 8))
+    model[0].weight = nn.Parameter(
+        distribute_tensor(
+            torch.ones(8, 4), gt_mesh["b", "c"], [Shard(0), Shard(0)], src_data_rank=None
+        )
+    )
+    of_shards, *own = data_parallel(model, gt_mesh["dp"]).state_dict()["0.weight"].placements
+    assert (of_shards.split_factor, own) == (4, [Shard(0), Shard(0)])
     other_root = DeviceMesh("cpu", [0, 1], mesh_dim_names=("own",))
     with pytest.raises(ValueError, match="is of another device mesh"):
         data_parallel(over(other_root, [Shard(0)]), gt_mesh["dp"])

@@ -79,6 +79,15 @@ def test_fake_tensors_on_a_mesh(gt_fake_tensors, gt_mesh):
     assert sharded.to_local().shape == (2, 3)
 
 
+@FOUR
+class TestFakeTensorsOnAWiderMesh:
+    @pytest.mark.parametrize("mesh", ["gt_class_mesh", "gt_mesh"])
+    def test_the_mesh_is_made_before_the_mode(self, gt_fake_tensors, gt_class_mesh, gt_mesh, mesh):
+        mesh = {"gt_class_mesh": gt_class_mesh, "gt_mesh": gt_mesh}[mesh]
+        sharded = distribute_tensor(torch.randn(8, 3), mesh, [Shard(0)])
+        assert type(sharded.to_local()).__name__ == "FakeTensor"
+
+
 def test_fake_tensors_of_any_device(gt_fake_tensors):
     x = torch.randn(1 << 30, 1 << 20, device="cuda")
     assert (x.device.type, x.to("cpu").device.type) == ("cuda", "cpu")

@@ -5,7 +5,8 @@
 
 For CI on CPU only. The newest wheels of torch on the index are CUDA builds. Such a wheel is
 installed alone, and each library of CUDA that it links is replaced by a stub of the same name,
-whose functions all return error 35, "the driver is insufficient". Then torch imports, gloo works,
+whose functions all return error 35, or, where a text is asked for, "the driver is insufficient".
+Then torch imports, gloo works,
 and ``torch.cuda.is_available()`` is False. What the wheel requires of CUDA, and triton, is struck
 from its metadata, so that pip takes it for complete. A wheel that links no CUDA (``2.13.0+cpu``) is
 left as it is.
@@ -32,6 +33,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CUDA_LIBRARY = re.compile(r"lib(cu|nv|nccl)")
+# These return a text: torch would read the number 35 as its address.
+GIVES_TEXT = re.compile(
+    r"((cuda|cudnn|cublas|cusparse|nccl|nvrtc)Get(Error|Status)|ncclGetLastError)"
+)
 CUDA_REQUIREMENT = re.compile(r"Requires-Dist: (nvidia|cuda|triton)\b")
 TOOLS = {"gcc": "gcc", "nm": "binutils", "readelf": "binutils"}
 WORKS = """
@@ -190,7 +195,10 @@ def _compile(library: Path, versioned: dict[str, list[str]], others: list[str]) 
     """Write a stub: its own functions under their versions, and those of all stubs that have none."""
     names = sorted({name for group in (*versioned.values(), others) for name in group})
     source = "long stub(void) { return 35; }\n"
-    source += "".join(f'long {name}(void) __attribute__((alias("stub")));\n' for name in names)
+    source += 'const char *text(void) { return "the driver is insufficient"; }\n'
+    for name in names:
+        kind, function = ("const char *", "text") if GIVES_TEXT.match(name) else ("long ", "stub")
+        source += f'{kind}{name}(void) __attribute__((alias("{function}")));\n'
     script = "".join(
         f"{version} {{ global: {'; '.join(own)}; }};\n" for version, own in versioned.items()
     )

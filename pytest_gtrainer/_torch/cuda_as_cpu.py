@@ -147,6 +147,7 @@ def _answers(devices: int) -> dict[str, Callable[..., Any]]:
         "is_initialized": lambda: True,
         "device_count": lambda: devices,
         "current_device": lambda: 0,
+        "is_current_stream_capturing": lambda: False,  # torch without CUDA raises
         "is_bf16_supported": lambda including_emulation=True: True,
         # Below every capability: tests of one kind of GPU skip, in their own words.
         "get_device_capability": lambda device=None: (0, 0),

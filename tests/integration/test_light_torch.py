@@ -21,6 +21,7 @@ Requires-Dist: triton~=3.9
 # A library whose symbols have a version, and one whose symbols have none; no machine has these.
 CUDA = {
     "libcudart.so.99": ("cudaGetDeviceCount", "libcudart.so.99"),
+    "libcudnn.so.99": ("cudnnGetErrorString", "libcudnn.so.99"),
     "libnccl.so.99": ("ncclInit", None),
 }
 
@@ -35,8 +36,8 @@ def light_torch():
 
 @pytest.fixture
 def site(tmp_path):
-    """A small torch, linked with two libraries of CUDA that are then taken away; ``both()`` calls
-    both.
+    """A small torch, linked with libraries of CUDA that are then taken away; ``all_of()`` calls
+    all, and reads the text of an error.
     """
     if shutil.which("gcc") is None or shutil.which("nm") is None:
         pytest.skip("gcc and binutils are not here: stubs of CUDA's libraries are not judged")
@@ -51,8 +52,11 @@ def site(tmp_path):
             f"-Wl,--version-script={script}",
         )
     declared = "".join(f"long {function}(void);" for function, _ in CUDA.values())
-    calls = " && ".join(f"{function}() == 35" for function, _ in CUDA.values())
-    source = f"{declared} int both(void) {{ return {calls}; }}"
+    text = "cudnnGetErrorString"
+    declared = declared.replace(f"long {text}", f"const char *{text}")
+    numbers = [function for function, _ in CUDA.values() if function != text]
+    calls = " && ".join([f"{text}()[0] == 't'", *(f"{name}() == 35" for name in numbers)])
+    source = f"{declared} int all_of(void) {{ return {calls}; }}"
     compile_library(
         folder / "libtorch.so", source, *(folder / name for name in CUDA), "-Wl,-rpath,$ORIGIN"
     )
@@ -86,7 +90,7 @@ def load(site):
     """
     probe = (
         f"import ctypes; assert "
-        f"ctypes.CDLL({str(site / 'torch' / 'lib' / 'libtorch.so')!r}).both() == 1"
+        f"ctypes.CDLL({str(site / 'torch' / 'lib' / 'libtorch.so')!r}).all_of() == 1"
     )
     return subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
 

@@ -57,6 +57,7 @@ def test_a_library_hears_of_devices_and_torch_does_not():
         assert torch.cuda.is_available()
         assert torch.cuda.device_count() == torch.accelerator.device_count() == 3
         assert torch.cuda.get_device_capability() < (5, 0)
+        assert torch.cuda.is_current_stream_capturing() is False
         torch.cuda.synchronize()
         from torch._utils import _get_available_device_type
 

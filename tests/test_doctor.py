@@ -183,7 +183,7 @@ def test_each_topic_counts_wherever_it_stands(missing, monkeypatch):
     monkeypatch.setattr(doctor, "topics", lambda: found)
     monkeypatch.setattr(doctor, "parts_that_do_not_import", dict)
     text, in_order = doctor.report()
-    assert in_order == (not missing)
+    assert in_order == (not missing), f"the page says\n{text}"
     assert text.endswith("Everything is in order.") == in_order
     for place in range(3):
         line = f"in order     topic{place:<11}2 of 2    A title\n"

@@ -64,7 +64,7 @@ def test_groups_that_do_not_divide_the_ranks_are_a_failure(groups, words, before
     """
     claimed = claims(*before, ("tp", groups), indent=indent)
     found = disagreement({rank: [claim] for rank, claim in claimed.items()})
-    assert found is not None
+    assert found is not None, f"{groups} pass for groups that divide the ranks"
     text, shown = found
     assert re.match(f"ranks do not agree on the process group tp of the golden: .*{words}", text)
     assert sorted(shown) == [0, 1, 2, 3]

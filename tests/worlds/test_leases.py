@@ -344,7 +344,8 @@ def test_a_line_about_the_wait_comes_once_in_each_interval(slots, other_process,
 
     assert slots.acquire(2, SOON, "test_it.py::test_b", write).slots == ("GPU-a", "GPU-b")
     for earlier, later in itertools.pairwise([0.0, *lines[:4]]):
-        assert later - earlier > 0.08  # three digits are written
+        # Three digits are written.
+        assert later - earlier > 0.08, f"lines came after {lines} s, one in each 0.1 s is due"
 
 
 @pytest.mark.parametrize("required", ["ranks", "cuda"])

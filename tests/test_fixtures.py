@@ -4,6 +4,11 @@ import unittest
 
 import pytest
 import torch
+
+# A run inside this process forgets what it has imported, and libraries of operators cannot be
+# registered again.
+import torch._dynamo
+import torch._inductor.test_operators
 import torch.distributed as dist
 
 

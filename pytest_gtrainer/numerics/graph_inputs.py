@@ -8,7 +8,7 @@ An infinity or a NaN in every weight makes every result of a training step NaN, 
 differ. If that happens, one input alone gets the values. If still every result is NaN,
 ``try_extremes`` reports it.
 
-Integers may be indices: an input gets the largest ones that the graph takes without an error.
+Integers may be indices: an input gets the largest one that the graph takes without an error.
 """
 
 import math
@@ -59,6 +59,8 @@ class Extreme(Enum):
                 Extreme.TO_3: [3, 2],
             }[self]
             limits = torch.iinfo(dtype)
+            if self is Extreme.INTEGERS and limits.bits <= 16:
+                chosen += [limits.max, limits.min]  # where one more wraps
             return [value for value in chosen if limits.min <= value <= limits.max]
 
         if self is Extreme.NAN:
@@ -171,16 +173,47 @@ def _try_integers(inputs: Sequence[Any], check: Callable[[str, list[Any]], bool]
         first = value[0] if isinstance(value, list) and value else value
         if not _has_dtype(value, INTEGER_DTYPES) or first.device.type != "cpu":
             continue
-        refusal = None
+        refusal, refused = None, 0
         for extreme in INTEGERS:
+            most = int(max(extreme.values(first.dtype)))
             try:
                 _check_values(inputs, [place], extreme, f"graph input {place}", check)
-                break
             except InputsRefused as error:
-                refusal = error.__cause__
+                refusal, refused = error.__cause__, most
+                continue
+            if refused:
+                _try_largest(inputs, place, most, refused, check)
+            break
         else:
-            kept = f"graph input {place} has no other integers than its own"
-            _note_refused(f"{kept}: the graph refuses 2 and 3", refusal)
+            if _try_largest(inputs, place, 1, refused, check) == 1:
+                kept = f"graph input {place} has no other integers than its own"
+                _note_refused(f"{kept}: the graph refuses 2 and 3", refusal)
+
+
+def _try_largest(
+    inputs: Sequence[Any],
+    place: int,
+    taken: int,
+    refused: int,
+    check: Callable[[str, list[Any]], bool],
+) -> int:
+    """Give an input larger integers until it has the largest index, where a bound shows.
+
+    Returns:
+        the largest one, at least ``taken``, and less than ``refused``.
+    """
+    while refused - taken > 1:
+        middle = (taken + refused) // 2
+        made = copies(inputs)
+        for tensor in made[place] if isinstance(made[place], list) else [made[place]]:
+            replace_elements(tensor, Extreme.TO_3, seed=place, values=[middle])
+        try:
+            check(f"inputs with the integer {middle} in graph input {place}", made)
+        except InputsRefused:
+            refused = middle
+        else:
+            taken = middle
+    return taken
 
 
 def _check_values(
@@ -216,10 +249,18 @@ def _changed(
     return made
 
 
-def replace_elements(tensor: Tensor, extreme: Extreme, *, seed: int, shift: int = 0) -> None:
+def replace_elements(
+    tensor: Tensor,
+    extreme: Extreme,
+    *,
+    seed: int,
+    shift: int = 0,
+    values: Sequence[float] | None = None,
+) -> None:
     """Write extreme values to places of a tensor that are drawn from ``seed``.
 
-    Of more values than places, the first is the one at ``seed + shift``.
+    Of more values than places, the first is the one at ``seed + shift``, and each shift has other
+    places. ``values`` stand for those of the kind.
     """
     parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     for dim, stride in enumerate(parts.stride()):
@@ -227,8 +268,9 @@ def replace_elements(tensor: Tensor, extreme: Extreme, *, seed: int, shift: int 
             parts = parts.narrow(dim, 0, 1)
     numel = parts.numel()
     generator = torch.Generator().manual_seed(seed)
-    places = torch.randperm(numel, generator=generator)[: extreme.count(numel)]
-    values = extreme.values(parts.dtype)
+    count = extreme.count(numel)
+    places = torch.randperm(numel, generator=generator).roll(-shift * count)[:count]
+    values = values or extreme.values(parts.dtype)
     # A scalar gets one value only: not the same for each input.
     first = seed + shift * len(places)
     given = [values[(first + at) % len(values)] for at in range(len(places))]

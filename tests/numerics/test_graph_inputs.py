@@ -318,3 +318,53 @@ def test_numbers_that_a_graph_refuses_are_left_out_with_a_word(function, words):
     wrong = graph_of(lambda x: function(x.clamp(-100, 100)), torch.randn(3, 3))
     with pytest.raises(BitwiseDifference, match="inputs with large numbers"):
         assert_same_values(wrong, before, "a clamp")
+
+
+BOUNDED = {
+    "the last index": (
+        lambda x, i: x[i],
+        lambda x, i: x[i.clamp(max=len(x) - 2)],
+        lambda: (torch.randn(74, 2), torch.tensor([0, 3, 2, 5])),
+    ),
+    "of a few": (
+        lambda x, i: x[i.abs()],
+        lambda x, i: x[i.abs().clamp(max=1)],
+        lambda: (torch.randn(3, 2), torch.tensor([0, 1])),
+    ),
+    "after arithmetic": (
+        lambda x, i: x[i // 2],
+        lambda x, i: x[(i // 2).clamp(max=len(x) - 2)],
+        lambda: (torch.randn(9, 2), torch.tensor([0, 3, 2, 5])),
+    ),
+    "int8": (
+        lambda i: i + 1,
+        lambda i: (i.int() + 1).clamp(-128, 127).to(torch.int8),
+        lambda: (torch.arange(5, dtype=torch.int8),),
+    ),
+    "uint8": (
+        lambda i: i - 1,
+        lambda i: (i.int() - 1).clamp(0, 255).to(torch.uint8),
+        lambda: (torch.arange(1, 5, dtype=torch.uint8),),
+    ),
+    "int16": (
+        lambda i: i + 1,
+        lambda i: (i.int() + 1).clamp(-32768, 32767).to(torch.int16),
+        lambda: (torch.arange(5, dtype=torch.int16),),
+    ),
+    "imaginary parts": (
+        lambda z: z * 2,
+        lambda z: torch.complex((z * 2).real, (z * 2).imag.clamp(-50, 50)),
+        lambda: (torch.randn(4, dtype=torch.complex64),),
+    ),
+}
+
+
+@pytest.mark.parametrize("where", BOUNDED)
+def test_a_bound_at_the_end_of_a_range_shows(where):
+    function, bounded, make_inputs = BOUNDED[where]
+    inputs = make_inputs()
+    before, after = graph_of(function, *inputs), graph_of(bounded, *inputs)
+    with pytest.raises(BitwiseDifference):
+        assert_pass_bitwise((before, after))
+    with pytest.raises(BitwiseDifference):
+        assert_same_values(after, before, "bounded")

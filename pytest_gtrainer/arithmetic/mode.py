@@ -668,6 +668,10 @@ class CountReads(TorchFunctionMode):
         return result
 
 
+_MOST_ANSWERS = 1000
+"""Equal answers at one line, one after the other, of a loop that ends. Elements have no size."""
+
+
 def note_branch(arithmetic: Arithmetic, number: Any, asks: str = "") -> None:
     """Note a number that a program reads of what was compared, and where it does.
 
@@ -680,6 +684,16 @@ def note_branch(arithmetic: Arithmetic, number: Any, asks: str = "") -> None:
     else:
         where = f"the graph ({asks})" if asks else "the graph"
     arithmetic.branches.setdefault(where, set()).add(str(number))
+    if asks:
+        return
+    last, times = arithmetic.asked.get(where, ("", 0))
+    times = times + 1 if last == str(number) else 1
+    arithmetic.asked[where] = str(number), times
+    if times > _MOST_ANSWERS:
+        raise NoMeaning(
+            f"{where} asks for the same {_MOST_ANSWERS:,} times and gets the same answer: the end "
+            "of a loop depends on numbers"
+        )
 
 
 def line_of_program() -> str:

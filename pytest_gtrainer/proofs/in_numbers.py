@@ -5,7 +5,7 @@ although the numbers agree for many inputs may be one: then the proof is "unknow
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,12 @@ _NOISE = 16
 
 _ROUNDINGS = 8
 """Both sides may be this many times as far apart as one side moves under other roundings."""
+
+_KEPT = 2.0**-12
+"""Share of a result by which two sides may be apart in their own dtypes, if one alone rounds so."""
+
+_LOST = 256
+"""Times the rounding errors of one side, those of the other side are digits that it loses."""
 
 # Draws of inputs that are compared: few for a large program. A draw of one operator is a call.
 _FEWEST_DRAWS, _MOST_DRAWS, _MOST_CALLS = 8, 100, 3000
@@ -188,6 +194,40 @@ def contradiction(kind: str, compare: Compare, *, reads: bool = False) -> str:
         if draw == 1 and numbers.calls < _MOST_CALLS // len(_OTHER_DRAWS):
             draws += _OTHER_DRAWS
     return ""
+
+
+def lost_digits(own: Sequence[Mapping[Any, Tensor]], exact: Sequence[Mapping[Any, Tensor]]) -> str:
+    """Say of which result one side alone loses digits that the other has; "" if of none.
+
+    ``(x + 2**23) - 2**23`` is x in a field and in float64, and rounds x to whole numbers.
+
+    Args:
+        own: of each side the results in their own dtypes, by name and rank.
+        exact: the same of the same inputs, in float64.
+    """
+    sizes = [_size(wanted.double()) for wanted in own[1].values()]
+    largest_of_all = max(sizes, default=0.0)
+    for (key, wanted), size in zip(own[1].items(), sizes, strict=True):
+        found, ulp = own[0][key], torch.finfo(wanted.dtype).eps
+        # A result near zero may be what large numbers leave, and then has their errors.
+        allowed = max(_KEPT, 8 * ulp) * (size + largest_of_all)
+        if _size(found.double() - wanted.double()) <= allowed:
+            continue
+        errors = [
+            _size(numbers[key].double() - true[key].double())
+            for numbers, true in zip(own, exact, strict=True)
+        ]
+        if max(errors) > _LOST * max(min(errors), ulp * size):
+            loses = "the actual" if errors[0] > errors[1] else "the expected"
+            return (
+                f"{loses} program alone loses digits of {_spell_key(key)}: with the numbers that were "
+                f"tried it is {max(errors) / max(size, ulp):.0e} off its value in float64"
+            )
+    return ""
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.nan_to_num().abs().max())
 
 
 def describe_unchecked(error: NoMeaning) -> str:

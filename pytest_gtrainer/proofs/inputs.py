@@ -10,12 +10,22 @@ from typing import Any, overload
 import torch
 from torch import Tensor, fx
 
-from pytest_gtrainer._torch.values import OpOverload
+from pytest_gtrainer._torch.values import FakeTensor, OpOverload
 from pytest_gtrainer.graph.nodes import argument_of, input_fqn, is_view, short_name, value_of
 from pytest_gtrainer.numerics.graph_inputs import sample_tensor
 
 _KEEPING = ("_to_copy", "clone", "contiguous", "lift_fresh_copy", "convert_element_type")
 _ALONG_DIM = ("gather", "index_add", "index_copy", "index_select", "scatter", "scatter_add")
+
+
+def refuse_no_numbers() -> None:
+    """Raise a ValueError where new tensors hold no numbers, as a proof runs on real ones."""
+    made = torch.empty(0)
+    if made.is_meta or isinstance(made, FakeTensor):
+        kind = "on the meta device" if made.is_meta else "fake ones, as gt_fake_tensors makes"
+        raise ValueError(
+            f"a proof runs on real numbers, and here new tensors are {kind}: prove outside of that"
+        )
 
 
 def draw_inputs(gm: fx.GraphModule, seed: int) -> list[Any]:

@@ -63,8 +63,14 @@ from pytest_gtrainer.proofs.in_numbers import (
     describe_unchecked,
     difference,
     largest,
+    lost_digits,
 )
-from pytest_gtrainer.proofs.inputs import DrawnInputs, describe_integers, draw_inputs
+from pytest_gtrainer.proofs.inputs import (
+    DrawnInputs,
+    describe_integers,
+    draw_inputs,
+    refuse_no_numbers,
+)
 from pytest_gtrainer.proofs.on_ranks import GraphOnRanks
 from pytest_gtrainer.proofs.origin import AllElements, Trail
 from pytest_gtrainer.proofs.programs import (
@@ -174,8 +180,9 @@ def prove(
     Raises:
         ValueError: no inputs for callables, an input that nobody can make up or of another size or
             dtype than a graph was traced for, collectives without a world, or a world for
-            callables.
+            callables; new tensors that are fake, or on the meta device.
     """
+    refuse_no_numbers()
     programs, drawn = _programs(actual, expected, inputs, world)
     check_kind(at_least)
     proof = _identical_by_structure(programs, world)
@@ -350,6 +357,8 @@ def _check_in_float64(
         reason = _first_reason_of_all_ranks(programs, _apart_in_real_numbers(kind, *runs[:2]))
         if reason and kind == "identical":
             return replace(answer, is_equal=False)  # other bits: a weaker kind may hold
+        if not reason and kind in ("other kernels", "reordered"):
+            reason = _first_reason_of_all_ranks(programs, _lost_digits(runs[:2]))
     return _Answer(reason=reason) if reason else answer
 
 
@@ -718,6 +727,23 @@ def _apart_in_real_numbers(kind: str, actual: ProgramRun, expected: ProgramRun) 
             )
 
     return ""
+
+
+def _lost_digits(runs: Sequence[ProgramRun]) -> str:
+    """Return which of two programs loses digits, of their runs on the same numbers."""
+    keys = []
+    for key, real in runs[1].real.items():
+        if not real.is_floating_point() or not real.numel():
+            continue
+        results = [run.results.get(key) for run in runs]
+        others = [run.real.get(key) for run in runs]
+        for result in results:
+            others.append(None if result is None or result.is_known else result.elements)
+        if all(other is not None and other.shape == real.shape for other in others):
+            keys.append(key)
+    own = [{key: run.real[key] for key in keys} for run in runs]
+    exact = [{key: numbers_of(run.results[key].elements) for key in keys} for run in runs]
+    return lost_digits(own, exact)
 
 
 def _assumptions(runs: Sequence[ProgramRun], drawn: str) -> tuple[str, ...]:

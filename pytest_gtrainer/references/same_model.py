@@ -45,6 +45,7 @@ from pytest_gtrainer.proofs.in_numbers import (
     difference,
     largest,
 )
+from pytest_gtrainer.proofs.inputs import refuse_no_numbers
 from pytest_gtrainer.proofs.on_ranks import exchange_on_ranks
 from pytest_gtrainer.proofs.proof import AnotherFunction, FirstDifference, Kind, Proof
 from pytest_gtrainer.proofs.prove import common_factor, emit_assumptions
@@ -125,6 +126,7 @@ def assert_same_model(
             that ``parallel`` has changed; other FQNs or shapes; a pattern that matches nothing.
     """
     __tracebackhide__ = True
+    refuse_no_numbers()
     models = Models(parallel, reference, step, batch, data_dims, combine, local or {})
     _check_dims(mesh, data_dims, "data_dims")
     _check_dims(mesh, loss_dims, "loss_dims")

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pytest_gtrainer import prove
+from pytest_gtrainer import assert_same_model, prove
 from pytest_gtrainer.arithmetic.base import NoMeaning
 from pytest_gtrainer.proofs.inputs import draw_inputs
 
@@ -693,3 +694,15 @@ def test_graphs_of_other_dtypes_take_no_input_together(at_first):
         graphs.reverse()
     with pytest.raises(ValueError, match=r"traced for torch.(bfloat16|float32)"):
         prove(*graphs)
+
+
+WITHOUT_NUMBERS = {"fake ones": FakeTensorMode, "on the meta device": lambda: torch.device("meta")}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_NUMBERS)
+def test_a_proof_where_new_tensors_hold_no_numbers_is_refused(kind):
+    x = torch.randn(4)
+    with WITHOUT_NUMBERS[kind](), pytest.raises(ValueError, match=f"new tensors are {kind}"):
+        prove(lambda x: x * 2, lambda x: x + x, inputs=(x,))
+    with WITHOUT_NUMBERS[kind](), pytest.raises(ValueError, match=f"new tensors are {kind}"):
+        assert_same_model(lambda mesh: None, nn.ReLU, lambda model, x: x, lambda at: (x,))

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 
 from pytest_gtrainer import meaning, prove
+from pytest_gtrainer.arithmetic import mode
 
 F = nn.functional
 X, Y = torch.arange(1.0, 5.0), torch.tensor([2.0, -1.0, 3.0, 0.5])
@@ -864,6 +865,107 @@ def test_bits_that_differ_are_not_identical_though_the_elements_are_equal():
     proof = prove(one_ulp, lambda x: x * 1, inputs=(Y,), at_least="identical")
     assert proof.kind == "unknown"
     assert proof.reason == "not identical: the bits of output 0 differ"
+
+
+def zero_by_numpy(tensor):
+    tensor.detach().numpy()[...] = 0
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("state", ["an input", "a parameter"])
+def test_a_write_to_state_that_no_dispatch_mode_sees_is_unknown(state, when):
+    def step(x, linear, writes):
+        written = x if state == "an input" else linear.weight
+        if writes and when == "before":
+            zero_by_numpy(written)
+        y = linear(x).sum() * 0
+        if writes and when == "after":
+            zero_by_numpy(written)
+        return y
+
+    kind, text = kind_of(
+        lambda x, linear: step(x, linear, True),
+        lambda x, linear: step(x, linear, False),
+        Y.clone(),
+        nn.Linear(4, 2),
+    )
+    assert kind == "unknown", text
+    assert "is written to where no dispatch mode sees it, as NumPy does" in text
+
+
+def test_a_write_that_leaves_the_numbers_is_no_unseen_one():
+    def step(x):
+        x.mul_(3).div_(3)
+        return x * 2
+
+    assert kind_of(step, step, Y.clone())[0] == "identical"
+
+
+def by_five_percent(x, factor):
+    y = x * 2
+    numbers = y.numpy()
+    numbers *= factor
+    return y
+
+
+ROUNDED = {
+    "to whole numbers": (lambda x: (x + 12582912.0) - 12582912.0, 10),
+    "to a scale of eight bits": (lambda x: ((x / 0.1 + 12582912.0) - 12582912.0) * 0.1, 1),
+    "to bfloat16": (lambda x: x * 65537 - (x * 65537 - x), 1),
+    "then relu": (lambda x: ((x + 12582912.0) - 12582912.0).relu(), 10),
+    "then softmax": (lambda x: ((x + 1572864.0) - 1572864.0).softmax(-1), 1),
+    "by NumPy": (lambda x: by_five_percent(x, 1.05) / 2, 1),
+}
+PLAIN = {"then relu": torch.relu, "then softmax": lambda x: x.softmax(-1)}
+
+
+@pytest.mark.parametrize("how", ROUNDED)
+def test_digits_that_one_program_alone_loses_are_no_rounding(how):
+    function, scale = ROUNDED[how]
+    x = scale * torch.tensor([[0.31, -1.27, 0.77, 2.03], [1.44, -0.66, 0.12, -2.39]])
+    kind, text = kind_of(function, PLAIN.get(how, lambda x: x * 1), x)
+    assert kind == "unknown", text
+    assert "the actual program alone loses digits of output 0" in text
+
+
+def test_digits_that_both_programs_lose_are_rounding():
+    x = torch.tensor([400.3, 399.1, 401.7, 400.9, 398.2])
+    by_sum = lambda x: (x * x).sum() / 5 - (x.sum() / 5) ** 2  # noqa: E731
+    by_mean = lambda x: (x.flip(0) ** 2).mean() - x.flip(0).mean() ** 2  # noqa: E731
+    kind, text = kind_of(by_sum, by_mean, x)
+    assert kind == "reordered", text
+
+
+def halved(x):
+    while x.abs().max() > 1:
+        x = x / 2
+    return x
+
+
+def root(x):
+    y = x * 0 + 1
+    while ((y * y - x).abs() > 1e-4).any():
+        y = 0.5 * (y + x / y)
+    return y
+
+
+@pytest.mark.parametrize("loop", [halved, root])
+def test_a_loop_that_only_numbers_end_is_unknown(loop, monkeypatch):
+    monkeypatch.setattr(mode, "_MOST_ANSWERS", 100)
+    kind, text = kind_of(loop, lambda x: loop(x), Y.abs())
+    assert kind == "unknown", text
+    assert "the end of a loop depends on numbers" in text
+
+
+def test_a_loop_that_asks_of_many_elements_ends():
+    def count(x):
+        total = 0
+        for each in x.unbind():
+            if each > 0:
+                total = total + each
+        return total * torch.ones(())
+
+    assert kind_of(count, lambda x: count(x), torch.linspace(-1, 2, 12))[0] != "unknown"
 
 
 # --- operators of users

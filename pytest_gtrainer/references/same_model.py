@@ -819,7 +819,11 @@ def _compare(
             different = _difference(name, rank, own, expects)
             if different is not None:
                 return _explain(different, found, expected, mesh)
-    reason = _why_nothing_is_compared(found, expected) or _apart_in_real_numbers(found, expected)
+    reason = (
+        _why_nothing_is_compared(found, expected)
+        or _apart_in_real_numbers(found, expected)
+        or _apart_in_real_gradients(found, expected)
+    )
     if reason:
         return Proof("unknown", reason=reason)
     return Proof(kind, compared=sum(len(side.results()) for side in found))
@@ -863,8 +867,42 @@ def _apart_in_real_numbers(
             if _are_losses_apart(own, wanted):
                 return (
                     f"the real loss on rank {rank} is {own:g}, and {wanted:g} in the reference, "
-                    "though the elements are equal: rounding leaves no digit, or something "
-                    "computes where no dispatch mode sees it"
+                    f"though the elements are equal: {_why_apart(own, wanted)}"
+                )
+    return ""
+
+
+def _why_apart(own: float, wanted: float) -> str:
+    rounding = "rounding leaves no digit"
+    if math.isfinite(own) != math.isfinite(wanted):
+        rounding = "numbers overflow on one side"
+    return f"{rounding}, or something computes where no dispatch mode sees it"
+
+
+def _apart_in_real_gradients(found: Sequence[SideResults], expected: SideResults) -> str:
+    """Return which real gradient contradicts equal elements, by its size; "" if none does."""
+    if any(side.chances.decides for side in (*found, expected)):
+        return ""
+    if set().union(*(side.given for side in found)) != expected.given:
+        return ""  # other inputs
+    coarsest = 0.0
+    for each in (*found, expected):
+        if each.arithmetic is not None:
+            coarsest = max(coarsest, each.arithmetic.coarsest)
+    largest = max(filter(math.isfinite, expected.sizes.values()), default=0.0)
+    # A gradient that cancels to nothing has the rounding errors of its terms.
+    least = max(1e-3, 8 * coarsest) * largest
+    for rank, side in enumerate(found):
+        for fqn in sorted(side.sizes.keys() & expected.sizes.keys() - side.parts.keys()):
+            own, wanted = side.sizes[fqn], expected.sizes[fqn]
+            if math.isfinite(own) and math.isfinite(wanted):
+                is_apart = abs(own - wanted) > max(0.1, 8 * coarsest) * wanted + least
+            else:
+                is_apart = math.isfinite(own) != math.isfinite(wanted)
+            if is_apart:
+                return (
+                    f"the real gradient of {fqn} on rank {rank} is {own:g} in size, and {wanted:g} "
+                    f"in the reference, though the elements are equal: {_why_apart(own, wanted)}"
                 )
     return ""
 

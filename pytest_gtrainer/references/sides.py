@@ -60,8 +60,10 @@ class SideResults:
         whole: what the reference combines them to.
         exponents: by data coordinate; losses are equal, too, if these are.
         real: the real numbers of the losses, by data coordinate and of the inputs that gave them.
+        given: the same keys, of all inputs of this side, also where a rank has no loss.
         parameters: the FQNs of all parameters that this side holds.
         gradients: whole ones, by FQN; without those of parameters that have none.
+        sizes: by FQN the sum of the sizes of a gradient's real numbers.
         tied: the FQNs of each parameter that has several.
         parts: of parameters that were sliced by hand, which part of the whole this is.
         is_scaled: gradients are multiplied by an abstract number.
@@ -85,8 +87,10 @@ class SideResults:
     whole: Tensor | None = None
     exponents: dict[int, Tensor | None] = field(default_factory=dict)
     real: dict[tuple[int, float], float] = field(default_factory=dict)
+    given: set[tuple[int, float]] = field(default_factory=set)
     parameters: set[str] = field(default_factory=set)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    sizes: dict[str, float] = field(default_factory=dict)
     tied: list[list[str]] = field(default_factory=list)
     parts: dict[str, Part] = field(default_factory=dict)
     is_scaled: bool = True
@@ -159,6 +163,7 @@ class Models:
             losses = []
             for coordinate in range(coordinates):
                 inputs, total = self.inputs(elements, coordinate)
+                side.given.add((coordinate, total))
                 calls = side.calls[coordinate] = Calls()
                 mode.arithmetic.drawn.clear()  # what initialised weights, and made the batch
                 with (
@@ -212,6 +217,7 @@ class Models:
         side.is_compiled = any(map(is_compiled, model.modules()))
         coordinate, _ = data_coordinate(mesh, self.data_dims)
         inputs, total = self.inputs(elements, coordinate)
+        side.given.add((coordinate, total))
         calls = side.calls[coordinate] = Calls()
         with _groups_used() as groups:
             with calls.followed(model, partial(elements_of, mode)) if follows else nullcontext():
@@ -355,7 +361,10 @@ def _take_gradients(side: SideResults, mode: ArithmeticMode, model: nn.Module) -
         side.parameters.add(name)
         names.setdefault(id(parameter), []).append(name)
         if parameter.grad is not None:
-            side.gradients[name] = elements_of(mode, parameter.grad)
+            whole = _whole(parameter.grad)
+            side.gradients[name] = elements_of(mode, whole)
+            with without_modes():
+                side.sizes[name] = float(whole.double().abs().sum())
     side.tied = [several for several in names.values() if len(several) > 1]
 
 
@@ -373,12 +382,17 @@ def exponents_of(mode: ArithmeticMode, loss: Tensor) -> Tensor | None:
         return mode.arithmetic.compared_instead(elements)
 
 
-def _lifted(mode: ArithmeticMode, tensor: Tensor) -> Tensor:
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a tensor without autograd, whole if it is sharded."""
     whole = tensor.detach()
     if isinstance(whole, DTensor):
         whole = whole.full_tensor()
     # A hook or a step may get the result of a collective that is still under way.
-    whole = held(whole)
+    return held(whole)
+
+
+def _lifted(mode: ArithmeticMode, tensor: Tensor) -> Tensor:
+    whole = _whole(tensor)
     value = mode.shadows.read(whole)
     with without_modes():
         return mode.arithmetic.lift(whole if value is None else value)

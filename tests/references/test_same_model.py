@@ -340,6 +340,24 @@ def test_what_no_mode_sees_is_unknown(factor):
         assert_same_model(doubles_in_numpy, make_model, step, batch)
 
 
+@pytest.mark.parametrize("factor", [3, 0, float("nan")])
+def test_what_no_mode_sees_of_gradients_is_unknown(factor):
+    """The loss is that of the reference, and so are the elements of all gradients."""
+
+    def scales_in_numpy():
+        model = make_model()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(scale)
+        return model
+
+    def scale(parameter):
+        array = parameter.grad.numpy()
+        array *= factor
+
+    with pytest.raises(AnotherFunction, match=r"nobody knows.*\n.*the real gradient of .* is"):
+        assert_same_model(scales_in_numpy, make_model, step, batch)
+
+
 class MaskedAttention(nn.Module):
     """Multiplies scores and their mask by a number that it learns."""
 
@@ -599,14 +617,19 @@ class Attention(nn.Module):
 
 
 def test_softmax_in_parts_is_the_same_function():
-    def inputs(coordinate):
-        return (torch.randn(SEQ, DIM),)
+    """Without its maxima it overflows for large numbers: there the real losses are apart."""
 
     def squares(model, x):
         return (model(x) ** 2).sum()
 
-    proof = assert_same_model(lambda: Attention(in_halves=True), Attention, squares, inputs)
+    def in_halves():
+        return Attention(in_halves=True)
+
+    small, large = [lambda _, s=scale: (s * torch.randn(SEQ, DIM),) for scale in (0.1, 1000.0)]
+    proof = assert_same_model(in_halves, Attention, squares, small)
     assert proof.kind == "reordered", str(proof)
+    with pytest.raises(AnotherFunction, match=r"is nan, .* numbers overflow on one side, or"):
+        assert_same_model(in_halves, Attention, squares, large)
 
 
 def of_no_parameter(model, tokens):

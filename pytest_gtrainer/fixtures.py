@@ -62,8 +62,8 @@ def gt_world(request: pytest.FixtureRequest) -> Iterator[World]:
         other = live[-1][1]
         pytest.fail(
             f"{request.node.name} is marked {spec.kind}({spec.size}), while the world of its "
-            f"module or class, {other.kind}({other.size}), is set up for wider fixtures: leave out the "
-            "test's own marker, or move it out of there",
+            f"module or class, {other.kind}({other.size}), is set up for wider fixtures: leave out "
+            "the test's own marker, or move it out of there",
             pytrace=False,
         )
     with nullcontext(shared[0]) if shared else _world_of(spec, request) as world:

@@ -371,7 +371,7 @@ def _proof_of(
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """Whether both sides are equal in a kind.
+    """The answer whether both sides are equal in a kind.
 
     Attributes:
         idle: the dimensions of the mesh along which nothing is parallel, if they are.
@@ -459,8 +459,8 @@ class _Subject:
         # These drop real losses of which each rank has a part.
         _join_losses(found, self.mesh, self.dims, self.models.combine, numbers)
         _join_shares(found, expected, self.models.combine, numbers)
-        # Of numbers that nobody gave, an overflow on one side says nothing: large scores overflow in
-        # a softmax that is computed without their maximum.
+        # With numbers that nobody gave an overflow on one side says nothing: large scores overflow
+        # in a softmax that is computed without their maximum.
         says = _apart_in_real_numbers(found, expected, may_overflow=numbers.seed > 0)
         # The reference has the inputs of all ranks.
         assert isinstance(expected.arithmetic, Numbers)

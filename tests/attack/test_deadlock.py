@@ -245,7 +245,7 @@ def test_ranks_that_come_to_another_group_first(counting):
 
 @pytest.mark.parametrize("counting", [(), (0,), (3,), (0, 2), (1, 3), (0, 1), (0, 1, 2), range(4)])
 def test_ranks_of_another_order_that_others_come_to(counting):
-    """Of each group somebody waits in it, and the others have nothing to wait for before it."""
+    """Somebody waits in each group, and the others have nothing to wait for before it."""
     graphs = {rank: counting_and_exchanging(rank in counting) for rank in range(4)}
     assert assert_no_deadlock(graphs, groups=TWO_BY_TWO) == ()
 

@@ -787,7 +787,7 @@ def test_a_bound_holds_for_one_device_and_its_control_for_the_same():
 
 
 def test_a_control_is_measured_on_the_device_of_the_graph_that_nobody_named():
-    """By itself it would be measured on its accelerator."""
+    """Without that it would be measured on its accelerator."""
     with FakeTensorMode():
         gm = make_fx(lambda x: x.exp())(torch.empty(16, 16))
     assert peak_memory(gm).device == "cpu"

@@ -44,7 +44,7 @@ def test_what_the_first_rank_raises_is_raised_on_all(gt_world):
 
 
 def test_ranks_of_one_process_get_what_the_first_makes_or_raises():
-    """What cannot be sent is raised on the first rank, too: no rank goes on without the others."""
+    """An error that cannot be sent is raised on the first rank, too: no rank goes on alone."""
 
     def fails():
         raise ValueError(f"on rank {dist.get_rank()}")

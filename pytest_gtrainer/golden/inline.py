@@ -310,6 +310,7 @@ class AcceptancePlugin:
             self._accept()
 
     def _accept(self) -> None:
+        """Write the obtained texts of passed tests into their sources; fail those that disagree."""
         seen: list[tuple[str, Expectation]] = []
         first: dict[LiteralKey, tuple[pytest.TestReport, Expectation]] = {}
         # Of each file the digests that processes of the run imported.

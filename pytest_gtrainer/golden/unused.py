@@ -129,6 +129,7 @@ class UnusedGoldens:
         self._workers_unowned = paths
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Report or remove unused goldens after a full run; a worker sends what it knows."""
         output = getattr(self.config, "workeroutput", None)
         if output is not None:
             # execnet sends plain types only.

@@ -146,6 +146,7 @@ def agreement(compare: Compare, *, decides: bool) -> str:
             is_noise = not found.agrees and _is_noise(found, draw, compare)
         except NoMeaning:
             return ""
+
         if not found.agrees and not is_noise:
             return ""
         if not math.isnan(found.size) and not is_noise:
@@ -154,6 +155,7 @@ def agreement(compare: Compare, *, decides: bool) -> str:
         if draw == 1 and decides:
             draws = min(_MOST_DRAWS, _FEWEST_DRAWS + _MOST_CALLS // max(1, numbers.calls))
         draw += 1
+
     if not count:
         return ""
     return (

@@ -98,6 +98,7 @@ def describe_integers(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
 def _draw(
     gm: fx.GraphModule, node: fx.Node, name: str, value: Tensor, generator: torch.Generator
 ) -> Tensor:
+    """Return a tensor like ``value``: normal numbers, or integers that the graph can index with."""
     if value.dtype.is_floating_point or value.dtype.is_complex:
         like = torch.empty(0, dtype=value.dtype)
         return sample_tensor(like, value.shape, value.stride(), generator)

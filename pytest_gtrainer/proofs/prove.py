@@ -845,6 +845,11 @@ def _different(
     expected: ProgramRun,
     seconds: dict[str, float],
 ) -> Proof:
+    """Return the proof of two programs that differ in ``kind``, the weakest one that was tried.
+
+    They are another function, unless an operator of unknown meaning, or numbers that agree in
+    float64, leave that open.
+    """
     first = _first_difference_on_all_ranks(programs, actual, expected)
     if first is None:
         reason = f"not {kind}: {_apart_in_real_numbers(kind, actual, expected)}"

@@ -116,6 +116,7 @@ def _digest(value: Any) -> Tensor:
 
 
 def _tensors_of(module: nn.Module, where: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a module by FQN; refuse what a copy of the module would not follow."""
     registered = _registered_in(module)
     for path, part in module.named_modules():
         if is_compiled(part):

@@ -296,6 +296,7 @@ class Interpreter:
             return self._program.run(inputs, self.random)
 
     def _compile(self, gm: fx.GraphModule) -> RankProgram:
+        """Cut a graph into segments of plain nodes and single steps, with the last uses."""
         placeholders = gm.graph.find_nodes(op="placeholder")
         output = gm.graph.output_node()
         constants = {}

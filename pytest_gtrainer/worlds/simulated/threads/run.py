@@ -153,6 +153,7 @@ class _Crew:
             )
 
     def run(self, timeout: float) -> list[Any]:
+        """Run all ranks to their end; return their results, or raise the first error."""
         team = self._team
         try:
             self._start()

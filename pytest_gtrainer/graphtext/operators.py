@@ -308,6 +308,12 @@ _METHODS = frozenset(
         "short",
         "redistribute",
         "to_local",
+        # Operators of Python that write nowhere and return no view. Dynamo calls ``__eq__``.
+        *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
+        *("__add__", "__sub__", "__mul__", "__truediv__", "__floordiv__", "__mod__", "__pow__"),
+        *("__radd__", "__rsub__", "__rmul__", "__rtruediv__", "__rfloordiv__", "__rmod__"),
+        *("__rpow__", "__matmul__", "__rmatmul__", "__rand__", "__ror__", "__rxor__"),
+        *("__neg__", "__pos__", "__abs__", "__invert__"),
     }
 )
 """Methods of a tensor, or of a DTensor, that only call operators of other names."""

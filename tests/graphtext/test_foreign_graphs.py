@@ -530,3 +530,23 @@ def test_the_text_of_an_exported_program_shows_the_numbers_of_its_code(shown):
     assert texts[0] != texts[1]
     assert "custom(constant=" in texts[0]
     assert graphtext.render(graphtext.parse(texts[0])) == texts[0]
+
+
+@pytest.mark.parametrize("name", ["__eq__", "__rsub__", "__invert__"])
+def test_methods_that_are_operators_of_python_are_read_back(name):
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    operands = (x,) if name == "__invert__" else (x, 2)
+    graph.output(graph.call_method(name, operands))
+    gm = fx.GraphModule({}, graph)
+    again = graphtext.parse(graphtext.render(gm))
+    assert torch.equal(again(torch.arange(4)), gm(torch.arange(4)))
+
+
+@pytest.mark.parametrize("name", ["__iadd__", "__setitem__", "__reduce__", "__len__"])
+def test_methods_that_are_no_operators_are_not_read_back(name):
+    graph = fx.Graph()
+    graph.output(graph.call_method(name, (graph.placeholder("x"),)))
+    text = graphtext.render(fx.GraphModule({}, graph))
+    with pytest.raises(graphtext.TextError, match=f"`{name}` is no operator of a tensor"):
+        graphtext.parse(text)

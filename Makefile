@@ -62,7 +62,8 @@ test-torchtitan:  ## torchtitan 0.3.0: its graph_trainer and the tests of it, on
 test-transformers: env ## ordinary models of the transformers package, which this installs
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers]'
 	$(PYTEST) --gt-gpus=8 --gt-cuda-as=cpu -rs tests/integration/test_*_of_transformers.py
-	$(PYTEST) --gt-gpus=8 --gt-cuda-as=cpu -rs tests/compiling/test_matrix.py -k "gpt2 or qwen3"
+	# without --gt-cuda-as: under its mode Dynamo calls torch._tensor.split, which no text of a graph may call
+	$(PYTEST) --gt-gpus=8 -rs tests/compiling/test_matrix.py -k "gpt2 or qwen3"
 
 gpu: $(if $(filter .venv/bin/python,$(PY)),env) ## what one GPU can judge, with a table of what held; PY=python3 takes an environment that has torch
 	$(PYTEST) --gt-gpus=1 --gt-device=cuda --gt-require=cuda tests/gpu

@@ -222,8 +222,8 @@ def lost_digits(own: Sequence[Mapping[Any, Tensor]], exact: Sequence[Mapping[Any
         if max(errors) > _LOST * max(min(errors), ulp * size):
             loses = "the actual" if errors[0] > errors[1] else "the expected"
             return (
-                f"{loses} program alone loses digits of {_spell_key(key)}: with the numbers that were "
-                f"tried it is {max(errors) / max(size, ulp):.0e} off its value in float64"
+                f"{loses} program alone loses digits of {_spell_key(key)}: with the numbers that "
+                f"were tried it is {max(errors) / max(size, ulp):.0e} off its value in float64"
             )
     return ""
 

@@ -1,6 +1,7 @@
 """``--gt-against``: the tests run at another git revision, too, and what moved is said."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -159,7 +160,12 @@ def test_what_moved_fails_the_run_only_if_asked(repository):
     done = run(repository, *chosen, "--gt-moved=fail")
     assert done.returncode == 0
     assert "here is the same commit, unchanged" in done.stdout
-    assert "): nothing changed" in done.stdout
+    # On a busy machine a test may take another time all the same.
+    assert re.search(
+        r"against HEAD \(\w+\): (nothing changed|\d (faster|slower)(, \d (faster|slower))?)$",
+        done.stdout,
+        re.M,
+    )
 
 
 @pytest.mark.second_tier

@@ -32,12 +32,29 @@ SIZES = {
     "eos_token_id": 2,
 }
 ROUTED = {"num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
+DEEPSEEK = {
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "experts_implementation": "batched_mm",
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 0,
+    "q_lora_rank": 4,
+    "kv_lora_rank": 4,
+    "qk_rope_head_dim": 2,
+    "head_dim": 2,
+    "qk_nope_head_dim": 2,
+    "v_head_dim": 4,
+}
 CONFIGS = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {}),
     "gemma3": ("Gemma3TextConfig", {"sliding_window": 4}),
     "olmoe": ("OlmoeConfig", {"num_experts": 4, **ROUTED}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, **ROUTED}),
+    "phi3": ("Phi3Config", {}),
+    "deepseek_v3": ("DeepseekV3Config", DEEPSEEK),
 }
 
 

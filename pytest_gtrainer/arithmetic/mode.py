@@ -691,8 +691,8 @@ def note_branch(arithmetic: Arithmetic, number: Any, asks: str = "") -> None:
     arithmetic.asked[where] = str(number), times
     if times > _MOST_ANSWERS:
         raise NoMeaning(
-            f"{where} asks for the same {_MOST_ANSWERS:,} times and gets the same answer: the end "
-            "of a loop depends on numbers"
+            f"{where} reads the same answer more than {_MOST_ANSWERS:,} times: the end of a loop "
+            "depends on numbers, which elements do not have, or it is long: give it fewer rounds"
         )
 
 

@@ -962,8 +962,18 @@ MISTAKES_OF_KINDS = [
         )
     ),
     ("any", "D9", bounds_tokens(1), "against before, on inputs with integers from 2 to 10"),
-    ("any", "D9", bounds_tokens(14), "with other shards and tokens on each rank"),
-    ("any", "fresh", bounds_tokens(13), "with other shards and tokens on each rank"),
+    (
+        "any",
+        "D9",
+        bounds_tokens(14),
+        "against before, on inputs with the integer 15 in graph input",
+    ),
+    (
+        "any",
+        "fresh",
+        bounds_tokens(13),
+        "against before, on inputs with the integer 15 in graph input",
+    ),
     ("remat", "written", does_not_look(aten.mul_.Scalar), "against before"),
     ("remat", "M2", forgets_the_backward, "is computed again and not marked as the backward's"),
     (

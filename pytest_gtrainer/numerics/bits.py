@@ -160,7 +160,11 @@ def count_not_finite(tensor: Tensor) -> int:
     if not _can_be_infinite(tensor):
         return 0
     pieces = byte_view(tensor).view(tensor.dtype).split(_PIECE)
-    return sum(piece.numel() - int(_is_finite(piece).sum()) for piece in pieces)
+    count = 0
+    for piece in pieces:
+        if not _has_finite_ends(piece):
+            count += piece.numel() - int(_is_finite(piece).sum())
+    return count
 
 
 def differ_where_finite(a: Tensor, b: Tensor) -> bool:
@@ -177,6 +181,20 @@ def differ_where_finite(a: Tensor, b: Tensor) -> bool:
 
 def _can_be_infinite(tensor: Tensor) -> bool:
     return (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype is not _PACKED
+
+
+def _has_finite_ends(row: Tensor) -> bool:
+    """Return whether the least and the largest element are finite, and so all others.
+
+    ``torch.aminmax`` propagates NaN and reads as fast as memory does. Of bfloat16
+    ``torch.isfinite`` takes forty times as long, which was felt where models are compared.
+    """
+    if row.element_size() == 1 or not row.numel():
+        return False
+    if row.is_complex():
+        row = torch.view_as_real(row)
+    least, largest = torch.aminmax(row)
+    return bool(torch.isfinite(least) and torch.isfinite(largest))
 
 
 def _is_finite(row: Tensor) -> Tensor:

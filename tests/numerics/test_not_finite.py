@@ -18,6 +18,7 @@ from pytest_gtrainer import (
     compare,
     facts,
 )
+from pytest_gtrainer.numerics.bits import count_not_finite
 from pytest_gtrainer.numerics.compare import compare_control
 from pytest_gtrainer.numerics.run_to_run import PRESSURES
 
@@ -302,3 +303,24 @@ def test_what_is_selected_keeps_its_places():
     verdict = compare(control_of(("gradient", 2.0)).select(step=0), control_of().select(step=0))
     assert "first at step 0, rank 0, gradient of w, element (1)" in str(verdict)
     assert verdict.origin == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_elements_that_are_not_finite_are_counted_wherever_they_stand(dtype: torch.dtype):
+    """The quick look at the least and the largest element sees every place of a vector."""
+    for size in (1, 7, 16, 33):
+        for value in BAD.values():
+            for place in range(size):
+                row = torch.linspace(-2, 2, size, dtype=torch.float32).to(dtype)
+                assert count_not_finite(row) == 0
+                row[place] = value
+                assert count_not_finite(row) == 1, (size, value, place)
+
+
+def test_counting_what_is_not_finite_takes_any_dtype_and_no_element():
+    twice = [complex(1, math.nan), complex(-math.inf, 0), complex(1, 2)]
+    assert count_not_finite(torch.tensor(twice)) == 2
+    assert count_not_finite(torch.tensor([1, math.nan, math.inf]).to(torch.float8_e5m2)) == 2
+    assert count_not_finite(torch.ones(2).to(torch.float8_e5m2)) == 0
+    assert count_not_finite(torch.empty(0, 3)) == 0
+    assert count_not_finite(torch.arange(3)) == 0

@@ -141,6 +141,30 @@ def test_what_another_collective_gathered_is_no_member():
     ]
 
 
+@pytest.mark.parametrize("other", ["I.x", "B.scale"])
+def test_a_payload_with_anything_else_is_no_bucket_of_its_parameters(other):
+    """Nobody knows what the order means of a payload that holds an input or a buffer, too."""
+    inputs = "if B:\n  B.scale: f32[2]\nif I:\n  I.x: f32[2]\n"
+    old, new = (
+        inputs + gathers("layers[0]", *layer(0, *names)).replace("weight])", f"weight, {other}])")
+        for names in (("w1", "w2"), ("w2", "w1"))
+    )
+    said = words(old, new)
+    assert said and not any("AG bucket" in line for line in said), said
+
+
+@pytest.mark.parametrize(("one", "other"), [(0, 1), (2, 10), (9, 10), (3, 11)])
+def test_more_than_ten_gradients_stand_in_another_order(one, other):
+    """The tenth stands behind the second."""
+    names = [f"m{number}" for number in range(12)]
+    old = scatters("layers[2]", *layer(2, *names))
+    names[one], names[other] = names[other], names[one]
+    assert words(old, scatters("layers[2]", *layer(2, *names)))[0] == (
+        "RS bucket layers.2/bwd: members in another order: "
+        f"m{other}.weight where m{one}.weight was"
+    )
+
+
 def test_the_same_order_is_not_told():
     """The twin: another operator in the bucket says nothing of its members."""
     said = words(ALL, ALL.replace("aten.cat", "aten.concat"))

@@ -55,6 +55,18 @@ def digest_of(text: str) -> int:
     return digests_of(dataflow(unfold(text)), NUMBERS).whole
 
 
+@pytest.mark.parametrize("space", ["P", "B", "I", "A"])
+def test_inputs_of_one_name_are_two_inputs(space):
+    """Tracers give several inputs one name: their places are exchanged, and that is told."""
+    first, second = f"{space}.x", f'{space}.x["#1"]'
+    head = f"if {space}:\n  {first}: f32[2]\n  {second}: f32[2]\nif fwd:\n"
+    texts = []
+    for operands in ((first, second), (second, first), (first, first)):
+        called = f"  sub: f32[2] = aten.sub.Tensor({', '.join(operands)})\n"
+        texts.append(f"{head}{called}if out:\n  yield fwd._.sub\n")
+    assert len(set(map(digest_of, texts))) == 3
+
+
 def test_references_are_resolved():
     graph = dataflow(unfold(TEXT))
     names = [f"{where(value.scope)} {value.name}".strip() for value in graph.values]
@@ -346,6 +358,10 @@ def test_what_is_changed_in_place(line, targets):
             "aten._scaled_dot_product_flash_attention(I[0], I[0], I[0], 0.0, True, scale=0.125)",
             False,
         ),
+        # A keyword stands at the place of dropout_p, and is another argument.
+        ("aten._scaled_dot_product_flash_attention(I[0], I[0], I[0], is_causal=True)", False),
+        ("aten._scaled_dot_product_flash_attention(I[0], I[0], I[0], scale=0.125)", False),
+        ("aten._scaled_dot_product_flash_attention(I[0], I[0], I[0], dropout_p=0.1)", True),
     ],
 )
 def test_what_draws_random_numbers(call, draws):

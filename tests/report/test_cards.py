@@ -100,6 +100,13 @@ def test_a_failure_outside_of_the_call_says_in_which_phase():
     assert card("ValueError: no", when="teardown").kind == "ValueError in teardown"
 
 
+def test_an_error_in_setup_whose_teardown_held_is_one_in_setup():
+    test = a_test(report("failed", "setup", "ValueError: no"), report(when="teardown"))
+    assert build_card(test, "pytest").kind == "ValueError in setup"
+    test = a_test(report(), report("failed", "teardown", "ValueError: no"))
+    assert build_card(test, "pytest").kind == "ValueError in teardown"
+
+
 def test_a_card_has_the_message_without_the_class_of_our_own_exceptions():
     found = card("[rank 1] pytest_gtrainer.AnotherFunction: expected 'reordered'\n  first at w")
     assert found.lines == ["[rank 1] expected 'reordered'", "  first at w"]

@@ -306,6 +306,8 @@ def test_signs_of_few_roots_run_until_they_hardly_agree_by_chance():
         assert seeds[:2] == ((0, 1), (0, -1)), "inputs of either sign"
         runs.append(len(seeds))
     assert runs == [9, 9, 7, 5, 3, 3, 2]
+    few, many = Chances(roots=True, fewest_roots=2), Chances(roots=True, fewest_roots=16)
+    assert len(orders(few, many)) == len(orders(many, few)) == len(orders(few)) == 9
     assert orders(Chances(fewest_roots=1), Chances(decides=True)) == ORDERS
     assert len(orders(Chances(decides=True, decides_few=True))) == 16
 

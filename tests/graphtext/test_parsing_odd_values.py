@@ -78,6 +78,14 @@ def test_annotations(custom):
     assert_comes_back(one_call(2, **custom))
 
 
+@pytest.mark.parametrize("value", [NAN, [NAN, -INF], {2: (NAN, 1)}], ids=repr)
+def test_an_annotation_that_is_no_number(value):
+    """It is no equal of itself, so texts are compared."""
+    text = render(one_call(2, stage=value))
+    assert "nan" in text
+    assert render(parse(text)) == text
+
+
 @pytest.mark.parametrize(
     ("mark", "tag"), [(False, ""), (True, " | mismarked")], ids=["forward", "marked as backward"]
 )

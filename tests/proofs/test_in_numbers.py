@@ -8,6 +8,7 @@ from torch import nn
 
 from pytest_gtrainer import assert_same_function, prove
 from pytest_gtrainer.arithmetic.field import Field
+from pytest_gtrainer.proofs.in_numbers import Difference, agreement, contradiction
 
 F = nn.functional
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -298,3 +299,42 @@ def test_a_proof_says_where_no_numbers_can_be_compared():
     proof = prove(scaled, scaled, inputs=(x,))
     assert proof.kind == "identical"
     assert "aten._scaled_mm.default has no kernel for float64" in str(proof)
+
+
+@pytest.mark.parametrize(
+    ("calls", "reads", "draws"),
+    [(3, False, [1, 2, 5, 8, 11]), (3, True, [0]), (3_000, False, [1])],
+    ids=["small", "what is given alone", "large"],
+)
+def test_which_inputs_may_contradict_a_proof(calls, reads, draws):
+    tried = []
+
+    def compare(numbers):
+        tried.append(numbers.seed)
+        numbers.calls = calls
+        return Difference()
+
+    assert contradiction("identical", compare, reads=reads) == ""
+    assert tried == draws
+    for last in draws:
+        found = contradiction(
+            "identical",
+            lambda numbers, last=last: Difference(
+                float(numbers.seed == last and not numbers.shaken), "output 0"
+            ),
+            reads=reads,
+        )
+        assert found.startswith("output 0 is 1e+00 apart in float64"), last
+
+
+@pytest.mark.parametrize(("calls", "decides", "count"), [(300, True, 18), (300, False, 8)])
+def test_how_many_inputs_agree(calls, decides, count):
+    tried = []
+
+    def compare(numbers):
+        tried.append(numbers.seed)
+        numbers.calls = calls
+        return Difference()
+
+    assert f"to 1e-16 for {count} inputs" in agreement(compare, decides=decides)
+    assert tried == list(range(1, count + 1))

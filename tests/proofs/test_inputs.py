@@ -96,6 +96,15 @@ def test_places_are_drawn_below_the_extents_that_they_index():
     assert prove(gm, gm).kind == "identical"
 
 
+@pytest.mark.parametrize("rows", [(7, 5), (5, 7), (3, 9, 6)])
+def test_an_index_into_several_tables_is_drawn_below_the_smallest(rows):
+    tables = [torch.zeros(count, 2) for count in rows]
+    places = torch.zeros(40, dtype=torch.int64)
+    gm = graph(lambda at, *tables: sum(table[at] for table in tables), places, *tables)
+    drawn, *_ = draw_inputs(gm, seed=0)
+    assert (int(drawn.min()), int(drawn.max())) == (0, min(rows) - 1)
+
+
 @pytest.mark.parametrize(
     ("function", "inputs", "complaint"),
     [

@@ -295,6 +295,63 @@ def test_a_captured_tensor_that_is_replaced_is_a_result_and_is_put_back(make):
         assert torch.equal(before.mean, torch.ones(4))
 
 
+@pytest.mark.parametrize(
+    ("held", "removes"),
+    [
+        ([torch.ones(4), torch.zeros(4)], list.pop),
+        ({"a": torch.ones(4), "b": torch.zeros(4)}, dict.popitem),
+        ({"a": torch.ones(4)}, dict.clear),
+    ],
+    ids=["of a list", "of a dict", "the only one"],
+)
+def test_a_captured_tensor_that_is_removed_is_a_result_and_is_put_back(held, removes):
+    def run(changes):
+        def call(x):
+            changes(held)
+            return x + 1
+
+        return call
+
+    count = len(held)
+    assert kind_of(run(removes), run(removes), X)[0] == "identical"
+    for both in ((run(removes), run(len)), (run(len), run(removes))):
+        kind, text = kind_of(*both, X)
+        assert kind == "another function", text
+        assert "afterwards" in text
+    assert len(held) == count
+
+
+def test_a_gradient_that_a_captured_parameter_has_is_put_back():
+    weight = nn.Parameter(torch.ones(4))
+    weight.grad = before = Y.clone()
+
+    def adds(x):
+        (weight * x).sum().backward()
+
+    assert kind_of(adds, adds, X)[0] == "identical"
+    assert weight.grad is before
+    assert torch.equal(before, Y)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_module_that_is_left_frozen_is_another_function(which):
+    """Whichever of two modules it is."""
+
+    def stays(first, second, x):
+        return second(first(x))
+
+    def freezes(first, second, x):
+        result = second(first(x))
+        (first, second)[which].bias.requires_grad_(False)
+        return result
+
+    inputs = nn.Linear(4, 3), nn.Linear(3, 2), X
+    assert kind_of(freezes, freezes, *inputs)[0] == "identical"
+    kind, text = kind_of(freezes, stays, *inputs)
+    assert kind == "another function", text
+    assert "parameters that require a gradient afterwards" in text
+
+
 def test_a_replaced_tensor_is_no_tensor_that_stays():
     kind, text = kind_of(Averages(), lambda x: x + 1, X)
     assert kind == "another function"

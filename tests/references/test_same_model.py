@@ -509,6 +509,27 @@ def test_parts_of_parameters_are_parallel_without_a_collective(gt_mesh):
     assert proof.assumes == ()
 
 
+@pytest.mark.gt_world("simulated", size=4, mesh={"tp": 4})
+@pytest.mark.parametrize("rows", [(2, 2, 1, 0), (2, 2, 2, 0)], ids=str)
+def test_the_last_rank_may_have_no_part_of_a_parameter(rows, gt_mesh):
+    """Rows that do not divide lie on the ranks as torch.chunk cuts them."""
+
+    def total(model, x):
+        return model(x).square().sum()
+
+    assert_same_model(
+        lambda mesh: OwnHeads(rows[mesh.get_rank()]),
+        lambda: OwnHeads(sum(rows)),
+        total,
+        own,
+        mesh=gt_mesh,
+        data_dims=(),
+        loss_dims=("tp",),
+        combine="sum",
+        local={"head": ("tp", 0)},
+    )
+
+
 class Named(nn.Module):
     """Has parameters whose names differ in the name that DDP gives to what it wraps."""
 

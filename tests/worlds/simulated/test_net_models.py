@@ -190,6 +190,32 @@ def test_whole_numbers_are_summed_exactly():
     assert torch.equal(NetModel(1, 4).all_reduce(inputs, "sum"), inputs.sum(0))
 
 
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+REDUCED = {
+    "sum": lambda inputs: inputs.sum(0),
+    "product": lambda inputs: inputs.prod(0),
+    "max": lambda inputs: inputs.amax(0),
+    "min": lambda inputs: inputs.amin(0),
+}
+
+
+@pytest.mark.parametrize("op", REDUCED)
+@pytest.mark.parametrize("dtype", WHOLE, ids=str)
+def test_whole_numbers_of_every_size_are_reduced(dtype, op):
+    inputs = (torch.arange(12) % 3 + 1).view(4, 3).to(dtype)
+    reduced = NetModel(1, 4).all_reduce(inputs, op)
+    assert reduced.dtype == dtype
+    assert torch.equal(reduced, REDUCED[op](inputs).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.float16, torch.bfloat16))
+@pytest.mark.parametrize("op", [*REDUCED, "avg"])
+def test_floats_of_every_size_are_reduced(dtype, op):
+    inputs = torch.ones(4, 3, dtype=dtype)
+    reduced = NetModel(1, 4).all_reduce(inputs, op)
+    assert torch.equal(reduced, torch.full((3,), 4.0 if op == "sum" else 1.0, dtype=dtype))
+
+
 def test_inputs_may_be_strided():
     inputs = numbers(4, 16)
     net = NetModel(1, 4)

@@ -196,3 +196,16 @@ def test_the_documentations_own_net(gt_world):
 def test_a_table_tells_trees():
     nets = sweep_nets(8, nodes=[4], channels=[2], algorithm=["ring", "tree"])
     assert [row_of(net)["algorithm"] for net in nets] == ["ring", "tree"]
+
+
+@pytest.mark.parametrize("op", ["sum", "product", "max", "min", "avg"])
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "pat"])
+def test_which_reductions_trees_and_pat_carry_out(algorithm, op):
+    """NCCL has no PAT for averages, and trees for all-reduces alone."""
+    net = NetModel(4, 1, algorithm=algorithm)
+    found = [
+        net.explain(collective, 0, 8, torch.float32, op=op).algorithm
+        for collective in ("reduce_scatter", "all_reduce")
+    ]
+    scatters = "pat" if algorithm == "pat" and op != "avg" else "ring"
+    assert found == [scatters, "tree" if algorithm == "tree" else "ring"]

@@ -8,6 +8,7 @@ from pytest_gtrainer import NetModel
 from pytest_gtrainer.worlds.simulated import CollectiveMismatch, NoModel
 from pytest_gtrainer.worlds.simulated.collectives import Contribution, all_reduce
 from pytest_gtrainer.worlds.simulated.interpreter import Interpreter, PerRank, RankGraph
+from pytest_gtrainer.worlds.simulated.interpreter.steps import contributions
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 from tests.worlds.simulated.graphs import (
     c10d,
@@ -424,6 +425,31 @@ def test_ranks_that_give_other_dtypes_are_an_error(gt_world, operator):
         CollectiveMismatch, match=r"rank 0 gives float32\[4\], rank 3 gives bfloat16\[4\]"
     ):
         interpreter_of(call(operator.default, *arguments, world_group())).run([given])
+
+
+@pytest.mark.parametrize("ranks", [(2, 3), (1, 5, 6), (7, 0)], ids=str)
+def test_ranks_of_any_group_that_disagree_are_named(ranks):
+    """By their numbers in the world, whichever group it is, and whoever is the odd one."""
+
+    def calls(odd, even):
+        return [{"input": odd if rank == ranks[-1] else even} for rank in ranks]
+
+    wide = calls(torch.ones(4, dtype=torch.float64), torch.ones(4))
+    words = rf"rank {ranks[0]} gives float32\[4\], rank {ranks[-1]} gives float64\[4\]"
+    with pytest.raises(CollectiveMismatch, match=words):
+        contributions(wide, ranks)
+    long = calls(torch.ones(5), torch.ones(4))
+    words = rf"rank {ranks[0]} gives float32\[4\], rank {ranks[-1]} gives float32\[5\]"
+    with pytest.raises(CollectiveMismatch, match=words):
+        contributions(long, ranks)
+    splits = {"input_split_sizes": [2] * len(ranks), "output_split_sizes": [2] * len(ranks)}
+    rows = calls(torch.ones(1), torch.ones(2 * len(ranks)))
+    words = f"rank {ranks[-1]} splits 1 rows into .*, in a group of {len(ranks)} ranks"
+    with pytest.raises(CollectiveMismatch, match=words):
+        contributions([call | splits for call in rows], ranks)
+    assert [own.rank for own in contributions(calls(torch.ones(1), torch.ones(1)), ranks)] == [
+        *ranks
+    ]
 
 
 def test_ranks_that_give_lists_of_different_lengths(gt_world):

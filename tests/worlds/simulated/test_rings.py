@@ -38,7 +38,9 @@ def test_the_largest_communicator_counts():
     other = "node1:26:67 [0] NCCL INFO Channel 00/02 : 0 2 1\n"
     more = "node1:26:67 [0] NCCL INFO Channel 01/02 : 0 1 2\n"
     lines = LOG.splitlines(keepends=True)
-    assert rings_from_log(small + lines[1] + other + lines[2] + more + LOG) == rings_from_log(LOG)
+    before = small + lines[1] + other + lines[2] + more + LOG
+    for log in (before, small + LOG + other + more, other + more + LOG + small, LOG + small):
+        assert rings_from_log(log) == rings_from_log(LOG)
 
 
 def test_comments_in_a_file(tmp_path):

@@ -208,7 +208,7 @@ def test_whole_numbers_of_every_size_are_reduced(dtype, op):
     assert torch.equal(reduced, REDUCED[op](inputs).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.float16, torch.bfloat16))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("op", [*REDUCED, "avg"])
 def test_floats_of_every_size_are_reduced(dtype, op):
     inputs = torch.ones(4, 3, dtype=dtype)

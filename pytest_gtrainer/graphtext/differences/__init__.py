@@ -28,7 +28,6 @@ from pytest_gtrainer.graphtext.differences.remarks import (
     what,
 )
 from pytest_gtrainer.graphtext.differences.values import FINDERS
-from pytest_gtrainer.graphtext.equivalence import effects
 from pytest_gtrainer.graphtext.folding import rising, unfold
 from pytest_gtrainer.graphtext.sections import GraphLine, Scope
 
@@ -189,10 +188,10 @@ def verdict(comparison: Comparison) -> Remark:
 
 def effect_remarks(comparison: Comparison) -> Iterator[Remark]:
     """Yield changes of order that may change results although the dataflow is the same."""
-    if not comparison.same_dataflow:
+    if not comparison.same_dataflow or comparison.effects is None:
         return
     before, after = comparison.ours.values, comparison.theirs.values
-    old, new = effects(comparison.old), effects(comparison.new)
+    old, new = comparison.effects
     for ours, theirs in zip(old.draws, new.draws, strict=True):
         if before[ours] != after[theirs]:
             was, now = comparison.old.values[ours], comparison.new.values[theirs]

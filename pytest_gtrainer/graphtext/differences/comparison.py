@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 
 from pytest_gtrainer.graphtext.dataflow import Dataflow, Operand, Value, dataflow
-from pytest_gtrainer.graphtext.equivalence import Digests, Numbers, digests_of, effects
+from pytest_gtrainer.graphtext.equivalence import Digests, Effects, Numbers, digests_of, effects
 from pytest_gtrainer.graphtext.sections import GraphLine, Scope
 
 
@@ -29,11 +29,11 @@ class Comparison:
         numbers = Numbers()
         self.old, self.new = dataflow(old), dataflow(new)
         self.ours, self.theirs = digests_of(self.old, numbers), digests_of(self.new, numbers)
+        # The effects of both graphs, or None if their dataflow differs without regard to twins.
+        self.effects: tuple[Effects, Effects] | None = None
         if self.same_dataflow:
-            # Twins decide only here: what is computed from them has equal digests until now.
-            ours, theirs = effects(self.old), effects(self.new)
-            self.ours = digests_of(self.old, numbers, (ours, self.ours))
-            self.theirs = digests_of(self.new, numbers, (theirs, self.theirs))
+            self.effects = effects(self.old), effects(self.new)
+            self._tell_twins_apart(numbers, *self.effects)
         self.to_new: list[int | None] = [None] * len(self.old.values)
         self.to_old: list[int | None] = [None] * len(self.new.values)
         # places without partner, of the old graph and of the new one
@@ -50,6 +50,18 @@ class Comparison:
         self.definitions = self._pair_definitions()
         # scopes whose change is explained by that of a bucket
         self.explained: frozenset[Scope] = frozenset()
+
+    def _tell_twins_apart(self, numbers: Numbers, ours: Effects, theirs: Effects) -> None:
+        """Take digests that know twins, which decide only where the dataflow is the same.
+
+        What is computed from twins has equal digests until now. Only draws, changed storages and
+        graphs inside can make twins.
+        """
+        effects_of_both = [ours.draws, ours.histories, theirs.draws, theirs.histories]
+        if not any([*effects_of_both, self.old.bodies, self.new.bodies]):
+            return
+        self.ours = digests_of(self.old, numbers, (ours, self.ours))
+        self.theirs = digests_of(self.new, numbers, (theirs, self.theirs))
 
     def _pair_inexactly(self) -> None:
         """Pair by the steps 2 to 5."""

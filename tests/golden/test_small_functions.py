@@ -1,9 +1,13 @@
 """Small functions around goldens, each by an example."""
 
 import errno
+import json
 from pathlib import PurePosixPath
 from types import SimpleNamespace
 
+import pytest
+
+from pytest_gtrainer.golden.compare import judge
 from pytest_gtrainer.golden.inline import Expectation, disagreements, spell
 from pytest_gtrainer.golden.naming import (
     FOLDER,
@@ -17,6 +21,7 @@ from pytest_gtrainer.golden.naming import (
     stem_of_test,
     torch_of,
 )
+from pytest_gtrainer.golden.plugin import _MOST_COMMANDS, GoldenPlugin
 from pytest_gtrainer.golden.store import _damage, normal, reason
 from pytest_gtrainer.golden.unused import _WORKER_OUTPUT, Collection, UnusedGoldens, has_test_file
 from pytest_gtrainer.golden.values import Entry, differences
@@ -120,3 +125,40 @@ def test_literals_in_the_style_of_others():
     assert spell('r"""one"""', "a'b") == 'r"""a\'b"""'
     assert spell("'one'", "a'b") == '"""a\'b"""'
     assert spell("'one'", chr(0)) is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_other_environments_are_named_or_counted(count):
+    """A golden that has no numbers for this environment says for which it has some."""
+    entries = [
+        {"environment": {"torch": f"2.{number}", "device": "cpu"}, "values": number}
+        for number in range(count)
+    ]
+    known = json.dumps({"gtrainer": "numbers v1", "entries": entries})
+    here = {"environment": {"torch": "3.0", "device": "cpu"}, "values": 0}
+    obtained = json.dumps({"gtrainer": "numbers v1", "entries": [here]})
+    found = judge("numbers", known, obtained)
+    assert found.outcome == "not judged"
+    others = "torch 2.0, device cpu" if count == 1 else f"{count} others"
+    assert found.reasons == (
+        f"has no numbers for this environment (torch 3.0, device cpu), but for {others}"
+    )
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 25])
+def test_goldens_that_were_not_judged_are_named_up_to_a_bound(count):
+    """And counted by themselves, whatever commands there are."""
+    plugin = SimpleNamespace(
+        _commands={}, _not_judged={f"golden/{number}": "is of 2.0" for number in range(count)}
+    )
+    lines = GoldenPlugin.summary_lines(plugin)
+    shown = min(count, _MOST_COMMANDS)
+    assert lines[:shown] == [f"not judged: golden/{number} is of 2.0" for number in range(shown)]
+    left = count - shown
+    assert lines[shown:] == ([f"… and {left} more not judged"] if left else [])
+    plugin._commands = dict.fromkeys(f"pytest {number}" for number in range(count))
+    lines = GoldenPlugin.summary_lines(plugin)
+    assert (f"  … and {left} more: each failure ends in its command" in lines) == bool(left)
+    assert (lines[:1] == ["to accept what a test obtained, when its difference is right:"]) == (
+        count > 1
+    )

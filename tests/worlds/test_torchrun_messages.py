@@ -161,7 +161,10 @@ def test_the_key_is_the_environments_else_in_a_folder_that_only_its_user_enters(
         shared_key()
 
 
-@pytest.mark.parametrize(("content", "mode"), [("", 0o600), ("k" * 64, 0o666)])
+@pytest.mark.parametrize(
+    ("content", "mode"),
+    [("", 0o600), *(("k" * 64, mode) for mode in (0o666, 0o660, 0o620, 0o602))],
+)
 def test_a_key_that_is_short_or_that_others_can_write_is_refused(
     content, mode, tmp_path, monkeypatch
 ):
@@ -176,6 +179,16 @@ def test_a_key_that_is_short_or_that_others_can_write_is_refused(
         Refused, match=r"torchrun.key is another user's, can be written by others, or is too short"
     ):
         shared_key()
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400, 0o644, 0o640])
+def test_a_key_that_others_can_read_alone_is_taken(mode, tmp_path, monkeypatch):
+    """The folder is the user's alone; who may write there could change the key."""
+    monkeypatch.delenv("GT_TORCHRUN_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    key = shared_key()
+    (tmp_path / ".cache/pytest-gtrainer/torchrun.key").chmod(mode)
+    assert shared_key() == key
 
 
 def test_the_launch_of_a_process():

@@ -10,7 +10,7 @@ import pytest
 from pytest_gtrainer.devices import Launch
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.team import RanksError
-from pytest_gtrainer.ranks.torchrun import nodes
+from pytest_gtrainer.ranks.torchrun import follower, nodes
 from pytest_gtrainer.ranks.torchrun.nodes import Nodes, RemoteRanks
 
 
@@ -114,3 +114,18 @@ def test_a_late_answer_is_not_taken_for_one_to_the_next_question(
     assert ranks.stacks([2, 3], "calls") == {2: "", 3: ""}
     assert ranks.stacks([2, 3], "stack") == {2: "stack", 3: "stack"}
     assert ranks.stacks([2, 3], "dump") == {2: "dump", 3: "dump"}
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(3, [2]), (4, [2, 3]), (5, [2, 3]), (6, [2, 3])])
+def test_a_node_starts_its_ranks_of_a_world_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, size: int, ranks: list[int]
+) -> None:
+    """The last rank of a world may be in the middle of a node."""
+    monkeypatch.setattr(follower, "rank_environment", lambda config: {})
+    monkeypatch.setattr(follower, "LocalRanks", lambda forkserver, plan: plan)
+    pool = SimpleNamespace(plan=lambda size, *_: plan_of(size), forkserver=lambda: None)
+    node: Any = SimpleNamespace(ranks=range(2, 4), pool=pool, config=None, teams={}, running={})
+    follower._Follower._start(node, wire.StartTeam("team", size, {}))
+    assert [*node.teams["team"].ranks] == ranks
+    assert node.running == {"team": ranks}
+    assert (node.teams["team"].size, node.teams["team"].store) == (size, "team")

@@ -21,7 +21,7 @@ from pytest_gtrainer.golden.naming import (
     stem_of_test,
     torch_of,
 )
-from pytest_gtrainer.golden.plugin import _MOST_COMMANDS, GoldenPlugin
+from pytest_gtrainer.golden.plugin import _MOST_COMMANDS, GoldenPlugin, has_passed
 from pytest_gtrainer.golden.store import _damage, normal, reason
 from pytest_gtrainer.golden.unused import _WORKER_OUTPUT, Collection, UnusedGoldens, has_test_file
 from pytest_gtrainer.golden.values import Entry, differences
@@ -162,3 +162,27 @@ def test_goldens_that_were_not_judged_are_named_up_to_a_bound(count):
     assert (lines[:1] == ["to accept what a test obtained, when its difference is right:"]) == (
         count > 1
     )
+
+
+@pytest.mark.parametrize(
+    ("attempts", "writes"),
+    [
+        (["passed"], [True]),
+        (["failed"], [False]),
+        (["failed", "passed"], [False, True]),
+        (["passed", "failed"], [True, False]),
+        (["skipped", "failed", "passed"], [False, False, True]),
+    ],
+    ids=str,
+)
+def test_of_a_test_that_is_repeated_each_attempt_counts_by_itself(attempts, writes):
+    """Goldens are written after an attempt that passes, whatever the ones before it did."""
+    found = []
+    plugin = SimpleNamespace(_running="t", _outcomes=set(), _commands={}, _not_judged={})
+    plugin._finish = lambda teardown: found.append(has_passed(plugin._outcomes))
+    for outcome in attempts:
+        for phase in ("setup", "call", "teardown"):
+            result = outcome if phase == "call" else "passed"
+            report = pytest.TestReport("t", ("t.py", 1, "t"), {}, result, None, phase)
+            list(GoldenPlugin.pytest_runtest_logreport(plugin, report))
+    assert found == writes

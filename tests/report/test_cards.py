@@ -100,6 +100,15 @@ def test_a_failure_outside_of_the_call_says_in_which_phase():
     assert card("ValueError: no", when="teardown").kind == "ValueError in teardown"
 
 
+@pytest.mark.parametrize("last", ["reordered", "identical"])
+def test_of_two_failed_checks_the_kind_is_that_of_the_last(last):
+    """The test has caught the first failure, and ended by the second."""
+    first = fact("verdict", "different"), called("first", held=False)
+    then = fact("kind", last), called("then", held=False)
+    said = fact("verdict", "equal")  # behind the failure that ended the test
+    assert card("pytest_gtrainer.AnotherFunction: x", *first, *then, said).kind == last
+
+
 def test_an_error_in_setup_whose_teardown_held_is_one_in_setup():
     test = a_test(report("failed", "setup", "ValueError: no"), report(when="teardown"))
     assert build_card(test, "pytest").kind == "ValueError in setup"

@@ -80,6 +80,29 @@ def test_a_limit_lets_a_message_be_longer_than_the_pipe() -> None:
     other.close()
 
 
+def test_a_limit_is_in_seconds() -> None:
+    """The other end may read late, again and again, as long as each pause is short enough."""
+    ours, theirs = fd_pairs()
+    one, other = Channel(*ours, send_limit=30.0), Channel(*theirs)
+    received: list[bytes] = []
+
+    def read_late() -> None:
+        time.sleep(0.2)
+        with suppress(EOFError):
+            received.append(other.receive())
+
+    reader = threading.Thread(target=read_late)
+    reader.start()
+    message = os.urandom(LARGE)
+    try:
+        one.send(message)
+    finally:
+        one.close()
+        reader.join()
+    assert received == [message]
+    other.close()
+
+
 def test_the_end_of_the_other_side_is_the_end(ends: Ends) -> None:
     one, other = ends
     one.send(b"last")

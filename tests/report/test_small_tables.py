@@ -16,7 +16,7 @@ from pytest_gtrainer.report.cards import _cut, build_card, shown_by_world
 from pytest_gtrainer.report.changes import Earlier
 from pytest_gtrainer.report.collected import ORDER, merge_facts, severity
 from pytest_gtrainer.report.collected import Test as Collected
-from pytest_gtrainer.report.plugin import digests_by_step, junit_properties
+from pytest_gtrainer.report.plugin import ReportPlugin, digests_by_step, junit_properties
 from pytest_gtrainer.report.repeats import (
     calls_by_rank,
     describe_differences,
@@ -789,3 +789,27 @@ def test_claims_of_both_runs_are_compared_by_their_texts():
     earlier = Earlier(Path(), {then.name: html.build_details(then)}, {"one": facts.packed("one")})
     [line] = html.build_details(claiming("two"), earlier)["earlier"]["lines"]
     assert line.startswith("g: ")
+
+
+@pytest.mark.parametrize("is_job_page", [False, True])
+def test_the_page_of_a_job_is_appended_to_and_any_other_file_is_new(
+    request, tmp_path, monkeypatch, is_job_page
+):
+    """Each step of a job on GitHub appends to one file."""
+    files = {"summary": tmp_path / "s.md", "report": tmp_path / "r.html"}
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(files["summary"] if is_job_page else "other.md"))
+    plugin = ReportPlugin.__new__(ReportPlugin)
+    plugin.config, plugin.paths, plugin._session = request.config, files, None
+    plugin.earlier = plugin.revision = None
+    plugin._tests = {"test_it.py::test_it": Collected("test_it.py::test_it")}
+    said = []
+    for file in files.values():
+        file.write_text("of an earlier step\n")
+    for _ in range(2):
+        said.append(plugin._write())
+    summary, page = (file.read_text() for file in files.values())
+    assert summary.count("of an earlier step") == is_job_page
+    assert summary.count("pytest-gtrainer:") == 1 + is_job_page, "a summary for each run"
+    assert page.count("<h1>") == 1
+    assert "of an earlier step" not in page
+    assert said[0] == said[1] == [(f"{name} in {file}", False) for name, file in files.items()]

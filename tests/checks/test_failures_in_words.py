@@ -75,6 +75,12 @@ def test_the_next_node_and_where_a_match_stands(gm):
         "aten.split.Tensor(wait_tensor, 8)",
     ]
     assert failure_of(gm, "then output\nnext split")[1:] == ["nothing follows the graph's output"]
+    before = failure_of(gm, "then sum\nnext cat")
+    assert before[-2] == "a node that matches is at", "before the match"
+    assert before[-1].startswith("     0  fwd.layers[0] | bucket(L) | cat: ")
+    first = failure_of(gm, "then cat\nnext mm")
+    assert first[-1].startswith("     4  fwd.layers[0] | L.wq | mm: "), "the first of three"
+    assert "a node that matches is at" not in failure_of(gm, "then cat\nnext relu")
 
 
 def test_what_was_forbidden_and_between_what(gm):

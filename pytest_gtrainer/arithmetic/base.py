@@ -98,6 +98,9 @@ class Arithmetic(ABC):
         exponentials: how often ``exp`` or ``log`` was computed as an unknown function.
         masks: exp was taken of a number that a mask of a large negative number was added to.
         lowest: such a number was compared with others.
+        empty: operators that computed something of no elements, and whether that has elements, as
+            a sum has.
+        empty_inputs: names of inputs without elements.
         coarsest: the largest epsilon of a dtype that elements were rounded to.
         keeps_digits: known numbers that a program computes in float32, such as 1 - 0.9**step, have
             the digits of float64.
@@ -119,6 +122,8 @@ class Arithmetic(ABC):
         self.never_equal: set[str] = set()
         self.chosen: set[str] = set()
         self.drawn: set[str] = set()
+        self.empty: dict[str, bool] = {}
+        self.empty_inputs: list[str] = []
         self.branches: dict[str, set[str]] = {}
         self.asked: dict[str, tuple[str, int]] = {}
         self.bias = self.sign = 0

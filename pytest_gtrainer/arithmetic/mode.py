@@ -283,6 +283,7 @@ class ArithmeticMode(TorchDispatchMode):
             return self._write(func, base, args, kwargs)
         result = func(*args, **kwargs)
         results = tensors_in(result)
+        self._note_empty(func, base, tensors_in(args, kwargs), results)
         self._compute(func, base, args, kwargs, results)
         self._report(func, (args, kwargs), results)
         return result
@@ -291,6 +292,17 @@ class ArithmeticMode(TorchDispatchMode):
         """Note a read if the result's size depends on abstract numbers, as that of ``unique``."""
         if torch.Tag.dynamic_output_shape in func.tags and base not in _SIZED_BY_MASKS:
             self.reads[str(func)] += 1
+
+    def _note_empty(
+        self, func: Any, base: str, operands: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> None:
+        """Note an operator that computes something of an abstract tensor without elements."""
+        if base in MOVES or base in CASTS or self._inside:
+            return
+        if any(not each.numel() and self.shadows.has(each) for each in operands):
+            makes_elements = any(each.numel() for each in results)
+            empty = self.arithmetic.empty
+            empty[str(func)] = empty.get(str(func), False) or makes_elements
 
     def _of_each(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Carry out an operator whose kernel calls another one for each tensor."""
@@ -545,6 +557,7 @@ class ArithmeticMode(TorchDispatchMode):
         if self.arithmetic.is_exact and func in KERNELS:
             with self:
                 return KERNELS[func](*args, **kwargs)
+        self._note_empty(func, base, tensors_in(args, kwargs), targets)
         operator = functional_of(func)
         if operator is None:
             return self._write_whole(func, base, args, kwargs, targets)

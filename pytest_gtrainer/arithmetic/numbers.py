@@ -33,6 +33,7 @@ class Numbers(Arithmetic):
             digits its cancellations leave, and whether it goes on by one of equal numbers.
         calls: how many operators have run.
         largest: the largest number of all inputs.
+        narrowest: the largest epsilon of the dtypes that operators return.
     """
 
     kind = "numbers"
@@ -42,7 +43,7 @@ class Numbers(Arithmetic):
         super().__init__(draw)
         self.shaken, self.keeps_digits = shaken, keeps_digits
         self.calls = 0
-        self.largest = 0.0
+        self.largest = self.narrowest = 0.0
 
     def settings(self) -> tuple[Any, ...]:
         return (*super().settings(), self.shaken)
@@ -108,6 +109,9 @@ class Numbers(Arithmetic):
         self.calls += 1
         if call.base in CASTS and call.result.is_floating_point():
             self.coarsest = max(self.coarsest, torch.finfo(call.result.dtype).eps)
+        for result in call.results:
+            if result.is_floating_point():
+                self.narrowest = max(self.narrowest, torch.finfo(result.dtype).eps)
         named = call.named
         args, kwargs = mapped(_in_float64, (tuple(call.args), dict(call.kwargs)))
         if self.shaken and call.base in SORTS and isinstance(call.args[0], Value):

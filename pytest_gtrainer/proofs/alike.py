@@ -8,6 +8,9 @@ equal expressions, they are equal on each rank.
 
 The converse does not hold: two different expressions may be equal on every rank. So if two programs
 differ here, all ranks have to run.
+
+Numbers are no functions of the rank. In float64 all ranks have those of the one, and what it gets of
+a collective is what rank 0 would get.
 """
 
 from collections.abc import Sequence
@@ -23,6 +26,7 @@ from pytest_gtrainer._torch.values import schema
 from pytest_gtrainer.arithmetic import hashing
 from pytest_gtrainer.arithmetic.base import Arithmetic, Elements
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode
+from pytest_gtrainer.arithmetic.numbers import Numbers
 from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.graph.nodes import tensors_in, written_operands
 from pytest_gtrainer.proofs.programs import GraphProgram
@@ -126,7 +130,10 @@ class CollectiveOfAlike(CollectiveStep):
 
         copies = []
         with without_modes():
-            filled = fill_in_ranks(self.mode.arithmetic, value.elements, size)
+            if isinstance(self.mode.arithmetic, Numbers):
+                filled = value.elements.expand(size, *value.elements.shape)
+            else:
+                filled = fill_in_ranks(self.mode.arithmetic, value.elements, size)
             for elements in filled:
                 copies.append(tensor.detach().clone())
                 self.mode.shadows.write(copies[-1], elements, value.fits)
@@ -145,7 +152,7 @@ class CollectiveOfAlike(CollectiveStep):
                 different.append(own)
             class_of.append(places[id(own)])
 
-        if len(different) == 1 or not first.numel():
+        if len(different) == 1 or not first.numel() or isinstance(self.mode.arithmetic, Numbers):
             return first
 
         elements: list[Elements] = []

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.facts import spell_some
 from pytest_gtrainer.proofs.further_runs import ORDERS
+from pytest_gtrainer.proofs.proof import Unchecked
 
 _MOST_LIMITS_OF_FEW = 8
 """With more limits than this, a few elements seldom lie between two of them."""
@@ -25,19 +26,42 @@ _TAKEN_ON_TRUST = {
 """By the attribute of an arithmetic that is true if it was taken for granted: the sentence."""
 
 
-_OPAQUE = "depend on nothing but their arguments, and write to none of them"
-_MEANT = "meaning(...) says"
-UNSEEN = "inputs of a graph that the traced code held stand for any numbers"
-
-
 def describe_opaque(operators: Sequence[str]) -> tuple[str, ...]:
     """Say what is taken for granted of operators of unknown meaning."""
-    return (f"{', '.join(operators)} {_OPAQUE}",) if operators else ()
+    if not operators:
+        return ()
+    depend = "depend on nothing but their arguments, and write to none of them"
+    return (Unchecked(f"{', '.join(operators)} {depend}"),)
 
 
-def is_unchecked(assumption: str) -> bool:
-    """Return whether an assumption is about operators or tensors that no run has looked at."""
-    return any(words in assumption for words in (_OPAQUE, _MEANT, UNSEEN))
+def describe_empty(
+    arithmetics: Sequence[Arithmetic], results: Sequence[str], *, in_world: bool
+) -> tuple[str, ...]:
+    """Say what has no elements, so that nothing of it is compared.
+
+    Args:
+        results: names of results without elements.
+        in_world: a rank may have no part of a parameter, which other ranks have. Then operators on
+            such parts are left out, and so are these parts themselves.
+    """
+    found = []
+    inputs: dict[str, None] = {}
+    operators = set()
+    for arithmetic in arithmetics:
+        inputs.update(dict.fromkeys(arithmetic.empty_inputs))
+        for name, makes_elements in arithmetic.empty.items():
+            if makes_elements or not in_world:
+                operators.add(name)
+    named = [] if in_world else [*inputs, *results]
+    if named:
+        have = "has" if len(named) == 1 else "have"
+        found.append(f"{spell_some(named)} {have} no elements: nothing of that is compared")
+    if operators:
+        found.append(
+            f"{spell_some(sorted(operators))} got tensors without elements: nothing that a "
+            "program makes of those is compared"
+        )
+    return tuple(map(Unchecked, found))
 
 
 def taken_on_trust(arithmetics: Sequence[Arithmetic], reads: int) -> list[str]:
@@ -65,7 +89,8 @@ def taken_on_trust(arithmetics: Sequence[Arithmetic], reads: int) -> list[str]:
     found += describe_opaque(sorted(opaque))
     if meant:
         their = "its" if len(meant) == 1 else "their"
-        found.append(f"{_they_compute(sorted(meant))} what {their} meaning(...) says")
+        says = f"{_they_compute(sorted(meant))} what {their} meaning(...) says"
+        found.append(Unchecked(says))
     if reads:
         found.append(f"numbers that the program reads stay what they are ({reads} are read)")
     if chosen:

@@ -13,7 +13,7 @@ from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.field import Field
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode
 from pytest_gtrainer.arithmetic.terms import Terms
-from pytest_gtrainer.facts import check_type
+from pytest_gtrainer.facts import check_switches, check_type
 from pytest_gtrainer.proofs.on_ranks import exchange_on_ranks
 from pytest_gtrainer.tracing.model import local
 
@@ -96,6 +96,7 @@ def term_arithmetic(*, strict: bool = True, seed: int = 0) -> Iterator[Elements]
         strict: False: a kernel may be called with other shapes and strides.
         seed: as for ``field_arithmetic``.
     """
+    check_switches(strict=strict)
     with _in_arithmetic(Terms(strict=strict, seed=seed)) as elements:
         yield elements
 

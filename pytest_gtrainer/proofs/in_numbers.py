@@ -73,7 +73,11 @@ def largest(differences: Iterable[Difference]) -> Difference:
     """Return the largest of several differences; NaN if the others agree."""
     found = Difference()
     for each in differences:
-        if each.size > found.size or (found.agrees and math.isnan(each.size)):
+        if math.isnan(found.size):
+            is_larger = not each.agrees  # what overflows hides no difference elsewhere
+        else:
+            is_larger = each.size > found.size or (found.agrees and math.isnan(each.size))
+        if is_larger:
             found = each
     return found
 
@@ -108,13 +112,13 @@ def _distance(found: Tensor, wanted: Tensor, noise: float) -> float:
     is_other = (found != wanted) & ~(found.isnan() & wanted.isnan())
     if not bool(is_other.any()):
         return 0.0
-    errors = (found - wanted)[is_other].abs()
-    if not bool(errors.isfinite().all()):
-        return math.nan
-    if float(errors.max()) <= noise:
-        return 0.0
-    finite = torch.where(wanted.isfinite(), wanted, 0.0)
-    return float(errors.max() / torch.maximum(finite.abs().max(), errors.max()))
+    errors = (found - wanted).abs()
+    # What overflows on one side says nothing of its own place. The other places are compared.
+    overflows = is_other & ~errors.isfinite()
+    error = _size(errors[is_other & ~overflows])
+    if error <= noise:
+        return math.nan if bool(overflows.any()) else 0.0
+    return error / max(_size(wanted[~overflows]), error)
 
 
 Compare = Callable[[Numbers], Difference]
@@ -198,7 +202,12 @@ def contradiction(kind: str, compare: Compare, *, reads: bool = False) -> str:
     return ""
 
 
-def lost_digits(own: Sequence[Mapping[Any, Tensor]], exact: Sequence[Mapping[Any, Tensor]]) -> str:
+def lost_digits(
+    own: Sequence[Mapping[Any, Tensor]],
+    exact: Sequence[Mapping[Any, Tensor]],
+    *,
+    coarsest: float = 0.0,
+) -> str:
     """Say of which result one side alone loses digits that the other has; "" if of none.
 
     ``(x + 2**23) - 2**23`` is x in a field and in float64, and rounds x to whole numbers.
@@ -206,11 +215,12 @@ def lost_digits(own: Sequence[Mapping[Any, Tensor]], exact: Sequence[Mapping[Any
     Args:
         own: of each side the results in their own dtypes, by name and rank.
         exact: the same of the same inputs, in float64.
+        coarsest: eps of a dtype that results are computed in, if that is not their own.
     """
     sizes = [_size(wanted.double()) for wanted in own[1].values()]
     largest_of_all = max(sizes, default=0.0)
     for (key, wanted), size in zip(own[1].items(), sizes, strict=True):
-        found, ulp = own[0][key], torch.finfo(wanted.dtype).eps
+        found, ulp = own[0][key], max(coarsest, torch.finfo(wanted.dtype).eps)
         # A result near zero may be what large numbers leave, and then has their errors.
         allowed = max(_KEPT, 8 * ulp) * (size + largest_of_all)
         if _size(found.double() - wanted.double()) <= allowed:
@@ -229,7 +239,9 @@ def lost_digits(own: Sequence[Mapping[Any, Tensor]], exact: Sequence[Mapping[Any
 
 
 def _size(tensor: Tensor) -> float:
-    return float(tensor.nan_to_num().abs().max())
+    """Return the largest finite size; 0 if there is none."""
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def describe_unchecked(error: NoMeaning) -> str:

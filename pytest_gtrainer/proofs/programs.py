@@ -285,6 +285,8 @@ def make_abstract(mode: ArithmeticMode, tensor: Tensor, name: Any) -> None:
     tensor = parts_of_complex(tensor)
     if not tensor.is_floating_point() or mode.shadows.has(tensor):
         return
+    if not tensor.numel():
+        mode.arithmetic.empty_inputs.append(_spell_input(name))
     tensor = tensor.detach()
     if tensor.layout is torch.strided:
         memory = whole_storage(tensor)
@@ -298,6 +300,13 @@ def make_abstract(mode: ArithmeticMode, tensor: Tensor, name: Any) -> None:
             # Other inputs may be other parts of the same memory, such as the chunks of a batch.
             mode.make_abstract(memory, ("memory of", name))
     mode.make_abstract(tensor, name)
+
+
+def _spell_input(name: Any) -> str:
+    """Return the name of an input in words: a place, a place and a rank, or an FQN."""
+    if isinstance(name, tuple) and isinstance(name[-1], int):
+        return f"input {name[0]} of rank {name[1]}"
+    return f"input {name}" if isinstance(name, int) else str(name)
 
 
 def _names_that_train(outputs: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> frozenset[str]:

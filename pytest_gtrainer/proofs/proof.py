@@ -59,6 +59,12 @@ class FirstDifference:
         return f"{where} ({self.differing} of {self.numel} differ)"
 
 
+class Unchecked(str):
+    """An assumption about operators, inputs or results that no run has looked at."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Proof:
     """The kind of equal that two programs are; ``str(proof)`` says it in three lines.
@@ -108,6 +114,11 @@ class Proof:
         for each in self.assumes:
             lines.append(f"  assumed: {each}")
         return "\n".join(lines)
+
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """The lines of ``assumes`` about what no run has looked at: the summary shows them."""
+        return tuple(each for each in self.assumes if isinstance(each, Unchecked))
 
     def is_at_least(self, kind: str) -> bool:
         """Return whether this is ``kind`` of equal, or a stronger one."""

@@ -41,11 +41,10 @@ from pytest_gtrainer.graph.same_on_ranks import nodes_within
 from pytest_gtrainer.numerics.bits import as_integers
 from pytest_gtrainer.proofs.alike import OneRankForAll, differ_only_in_floats
 from pytest_gtrainer.proofs.assumptions import (
-    UNSEEN,
+    describe_empty,
     describe_known,
     describe_opaque,
     describe_unlike,
-    is_unchecked,
     taken_on_trust,
     unlike_operators,
 )
@@ -83,7 +82,13 @@ from pytest_gtrainer.proofs.programs import (
     are_apart,
     magnitude,
 )
-from pytest_gtrainer.proofs.proof import KINDS, AnotherFunction, FirstDifference, Proof
+from pytest_gtrainer.proofs.proof import (
+    KINDS,
+    AnotherFunction,
+    FirstDifference,
+    Proof,
+    Unchecked,
+)
 from pytest_gtrainer.proofs.structure import prove_by_structure
 from pytest_gtrainer.worlds.simulate import AnyWorld, net_of_any
 from pytest_gtrainer.worlds.spec import World
@@ -264,13 +269,13 @@ def prove_programs(
         for kind in kinds:
             note(f"is it {kind}?")
             begun = time.perf_counter()
-            answer = _Answer()
-            if alike:
-                answer = _look_for(kind, alike)
-            if not answer.is_equal:  # expressions that differ may be equal on each rank
-                answer = _look_for(kind, programs)
+            have_run = alike or programs
+            answer = _look_for(kind, have_run)
+            if alike and not answer.is_equal:
+                have_run = programs  # expressions that differ may be equal on each rank
+                answer = _look_for(kind, have_run)
             if answer.is_equal:
-                answer = _check_in_float64(answer, programs, kind, are_alike=bool(alike))
+                answer = _check_in_float64(answer, have_run, kind)
             seconds[kind] = time.perf_counter() - begun
             if answer.reason:
                 return Proof("unknown", reason=answer.reason, seconds=seconds)
@@ -318,7 +323,9 @@ def _look_for(kind: str, programs: Sequence[Program]) -> _Answer:
         if not differ:
             reason = _first_reason_of_all_ranks(programs, _apart_in_real_numbers(kind, *runs))
             if not reason:
-                reason = _describe_cut(*runs)
+                reason = _describe_cut(*runs) or _why_no_element_decides(
+                    programs, runs, attempt.arithmetic()
+                )
                 if reason:
                     return _Answer(reason=reason)
                 return _Answer(runs, is_equal=True)
@@ -330,17 +337,15 @@ def _look_for(kind: str, programs: Sequence[Program]) -> _Answer:
     return _Answer(first)
 
 
-def _check_in_float64(
-    answer: _Answer, programs: Sequence[Program], kind: str, *, are_alike: bool
-) -> _Answer:
+def _check_in_float64(answer: _Answer, programs: Sequence[Program], kind: str) -> _Answer:
     """Return the answer "equal", unless float64 numbers of both programs contradict it.
 
     Without decisions the real numbers of the runs themselves have been compared. Then "identical"
-    needs no second check. Neither do ranks that are alike: to run all of them costs more than the
-    proof.
+    needs no second check. Ranks that are alike are checked as one that has run for all: each has
+    its numbers.
     """
     decides = _on_any_rank(programs, any(run.arithmetic.decisions for run in answer.runs))
-    if not decides and (kind == "identical" or are_alike):
+    if not decides and kind == "identical":
         return answer
     runs: list[ProgramRun] = []
 
@@ -633,6 +638,34 @@ def _why_nothing_is_compared(actual: ProgramRun, expected: ProgramRun) -> str:
     return ""
 
 
+def _why_no_element_decides(
+    programs: Sequence[Program], runs: Sequence[ProgramRun], arithmetic: Arithmetic
+) -> str:
+    """Return why equal results prove nothing if a sum of no elements is all that they are.
+
+    Then other inputs give the same results. ``x - x`` is the same for other inputs, too, and that
+    is proven: so there has to be something without elements.
+
+    Args:
+        arithmetic: one in which nothing has run, of the kind of the runs.
+    """
+    has_empty = any(run.arithmetic.empty or run.arithmetic.empty_inputs for run in runs)
+    if not _on_any_rank(programs, has_empty):
+        return ""
+    arithmetic.set_seed(runs[1].arithmetic.seed + 1)
+    other = programs[1].run(arithmetic)
+    decides = False
+    for key, result in runs[1].results.items():
+        if not result.is_known and key in other.results:
+            decides = decides or not result.equals(other.results[key])
+    if _on_any_rank(programs, decides):
+        return ""
+    return (
+        "no element of an input decides a result: all that is computed is of tensors without "
+        "elements, such as the sum of none. Give inputs that have elements"
+    )
+
+
 def _describe_cut(actual: ProgramRun, expected: ProgramRun) -> str:
     """Return which result one program alone cuts from autograd; "" if there is none.
 
@@ -778,6 +811,7 @@ def _equal(
     if answer.unchecked:
         assumes += (answer.unchecked,)
     assumes += _assumed_of_launches(programs) + _assumed_of_state(programs)
+    assumes += _assumed_of_empty(programs, answer.runs)
     return Proof(
         kind,
         compared=_count_results(programs[1], answer.runs[1]),
@@ -824,7 +858,27 @@ def _assumed_of_state(programs: Sequence[Program]) -> tuple[str, ...]:
             names.update(dict.fromkeys(input_fqn(node) for node in inputs if holds_state(node)))
     if not names:
         return ()
-    return (f"{UNSEEN}, so that what each side held is not compared ({spell_some(list(names))})",)
+    stand = "inputs of a graph that the traced code held stand for any numbers"
+    held = f"so that what each side held is not compared ({spell_some(list(names))})"
+    return (Unchecked(f"{stand}, {held}"),)
+
+
+def _assumed_of_empty(programs: Sequence[Program], runs: Sequence[ProgramRun]) -> tuple[str, ...]:
+    """Name inputs, results and operators' tensors that have no elements."""
+    results = []
+    for (name, _), result in runs[1].results.items():
+        if not result.is_known and not result.elements.numel():
+            results.append(name)
+    arithmetics = [run.arithmetic for run in runs]
+    return describe_empty(arithmetics, results, in_world=_is_in_world(programs))
+
+
+def _is_in_world(programs: Sequence[Program]) -> bool:
+    """Return whether ranks run these programs, simulated or real ones."""
+    program = programs[1]
+    if not isinstance(program, GraphProgram):
+        return False
+    return program.world is not None or isinstance(program, GraphOnRanks)
 
 
 def _count_results(program: Program, run: ProgramRun) -> int:
@@ -942,9 +996,8 @@ def emit_proof(proof: Proof) -> None:
 def emit_assumptions(*proofs: Proof) -> None:
     """Note for the summary what proofs that hold take on trust, each assumption once."""
     holding = [proof for proof in proofs if proof.kind in KINDS]
-    for assumption in dict.fromkeys(each for proof in holding for each in proof.assumes):
-        if is_unchecked(assumption):
-            facts.emit("assumed", what=assumption)
+    for assumption in dict.fromkeys(each for proof in holding for each in proof.unchecked):
+        facts.emit("assumed", what=assumption)
 
 
 @facts.check

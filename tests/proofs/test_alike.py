@@ -238,3 +238,29 @@ def test_a_counter_is_drawn(gt_mesh, monkeypatch):
     proof = prove(gm, gm, world=NET)
     assert proof.kind == "identical", str(proof)
     assert any("tokens_per_expert in" in each for each in proof.assumes)
+
+
+@pytest.mark.parametrize("inputs", [None, lambda rank: (torch.randn(4, 3), torch.randn(4, 3))])
+def test_digits_that_one_graph_alone_loses_are_no_proof_where_ranks_are_alike(inputs):
+    """One rank has run for all, and float64 numbers are those of one rank, too."""
+
+    def of(loses, scale=3.0):
+        graph = fx.Graph()
+        x, y = (graph.placeholder(name) for name in "xy")
+        for node in (x, y):
+            node.meta["val"] = torch.zeros(4, 3)
+        mean = graph.call_function(aten.mul.Tensor, (reduced(graph, x), scale))
+        if loses:
+            for shift in (2.0**23, -(2.0**23)):
+                mean = graph.call_function(aten.add.Tensor, (mean, shift))
+        parts = scattered(graph, gathered(graph, graph.call_function(aten.mul.Tensor, (mean, y))))
+        graph.output((parts,))
+        return fx.GraphModule(torch.nn.Module(), graph)
+
+    torch.manual_seed(0)
+    for actual, expected in ((of(True), of(False)), (of(False), of(True))):
+        proof = prove(actual, expected, world=NET, inputs=inputs)
+        assert proof.kind == "unknown"
+        assert "program alone loses digits of output_0" in proof.reason
+    assert prove(of(True), of(True), world=NET, inputs=inputs).kind == "identical"
+    assert prove(of(False), of(False, 2.0), world=NET, inputs=inputs).kind == "another function"

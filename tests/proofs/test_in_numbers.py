@@ -8,7 +8,14 @@ from torch import nn
 
 from pytest_gtrainer import assert_same_function, prove
 from pytest_gtrainer.arithmetic.field import Field
-from pytest_gtrainer.proofs.in_numbers import Difference, agreement, contradiction
+from pytest_gtrainer.proofs.in_numbers import (
+    Difference,
+    agreement,
+    contradiction,
+    difference,
+    largest,
+    lost_digits,
+)
 
 F = nn.functional
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -338,3 +345,40 @@ def test_how_many_inputs_agree(calls, decides, count):
 
     assert f"to 1e-16 for {count} inputs" in agreement(compare, decides=decides)
     assert tried == list(range(1, count + 1))
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "apart"),
+    [
+        ([INF, 2.0], [1.0, 1.0], 1.0),
+        ([1.0, 2.0], [INF, 1.0], 1.0),
+        ([NAN, 2.0], [1.0, 1.0], 1.0),
+        ([INF, 2.0], [-INF, 1.0], 1.0),
+        ([INF, 2.0], [1e300, 1.0], 1.0),  # nor does its other side, which is large
+        ([INF, 2.0], [INF, 1.0], 1.0),
+        ([INF, 1.0], [1.0, 1.0], NAN),
+        ([INF, 1.0], [INF, 1.0], 0.0),
+        ([NAN, 1.0], [NAN, 1.0], 0.0),
+    ],
+)
+def test_what_overflows_hides_no_other_place(found, wanted, apart):
+    """Neither the rest of its tensor, nor another result, before it or after it."""
+    numbers = [{("a", None): torch.tensor(each, dtype=torch.float64)} for each in (found, wanted)]
+    assert difference(*numbers, 0.0).size == pytest.approx(apart, nan_ok=True)
+    overflows, differs = Difference(NAN), Difference(0.5, "b")
+    assert largest([overflows, differs]) == largest([differs, overflows]) == differs
+    assert not largest([overflows, Difference(), Difference(1e-17)]).size <= 0
+
+
+@pytest.mark.parametrize("first", [INF, NAN, 1.0])
+def test_what_overflows_hides_no_lost_digits(first):
+    def of(number):
+        return {("a", None): torch.tensor([first, number]), ("b", None): torch.tensor([first])}
+
+    own = of(2.0), of(1.7)
+    exact = ({key: each.double() for key, each in own[1].items()},) * 2
+    assert "the actual program alone loses digits of a" in lost_digits(own, exact)
+    assert lost_digits(exact, exact) == ""

@@ -214,3 +214,52 @@ def test_a_mistake_in_a_branch_that_is_seldom_taken_is_no_proof(wrong, kind):
         assert_same_model(lambda: Routed(wrong), Routed, step, batch)
     assert failure.value.proof.kind == kind, str(failure.value)
     assert kind != "unknown" or "no run takes the branch in which they differ" in str(failure.value)
+
+
+def rounds(x):
+    """Round to whole numbers, as a field and float64 do not."""
+    return (x + 2.0**23) - 2.0**23
+
+
+class Rounding(Model):
+    """A model that loses digits in a place of its own, or in none."""
+
+    def __init__(self, where=""):
+        super().__init__(torch.nn.Identity())
+        self.where = where
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        if self.where == "activations":
+            hidden = rounds(hidden)
+        if self.where == "gradients":
+            hidden.register_hook(rounds)
+        loss = (hidden**2).mean() * 100
+        return rounds(loss) if self.where == "loss" else loss
+
+
+@pytest.mark.parametrize("where", ["loss", "activations", "gradients"])
+@pytest.mark.parametrize("loses", ["parallel", "reference"])
+def test_digits_that_one_model_alone_loses_are_no_proof(where, loses):
+    sides = {"parallel": "", "reference": ""}
+    sides[loses] = where
+    with pytest.raises(AnotherFunction) as failure:
+        assert_same_model(
+            lambda: Rounding(sides["parallel"]),
+            lambda: Rounding(sides["reference"]),
+            lambda model, x: model(x),
+            batch,
+        )
+    assert failure.value.proof.kind == "unknown"
+    assert "digit" in str(failure.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_models_that_lose_the_same_digits_are_equal(dtype):
+    for where in ("loss", ""):
+        assert assert_same_model(
+            lambda where=where: Rounding(where).to(dtype),
+            lambda where=where: Rounding(where).to(dtype),
+            lambda model, x: model(x),
+            lambda coordinate: (torch.randn(3, 4, dtype=dtype),),
+        ).is_at_least("reordered")

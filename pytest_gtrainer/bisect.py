@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pytest_gtrainer._torch.graph_modules import compiled, copied_lazily
 from pytest_gtrainer._torch.random_states import GeneratorStates
 from pytest_gtrainer._torch.values import OpOverload, pytree, schema
-from pytest_gtrainer.facts import Watcher
+from pytest_gtrainer.facts import Watcher, check_switches
 from pytest_gtrainer.graph.collectives import launches
 from pytest_gtrainer.graph.nodes import (
     AFTERWARDS,
@@ -165,6 +165,7 @@ class Bisection:
             given.
         silent: inputs on which every result was NaN: there, no pass could be seen to change a bit.
         nan: results that are nothing but NaN on the given inputs, if others are numbers.
+        refuses: the error of the graph behind that pass, if it raises and the one before does not.
         every: whether every prefix of the passes was replayed. If not, "equal" says that all of
             them together change no bit.
     """
@@ -181,6 +182,7 @@ class Bisection:
     inputs: str = ""
     silent: tuple[str, ...] = ()
     nan: tuple[str, ...] = ()
+    refuses: str = ""
     every: bool = False
 
     def __str__(self) -> str:
@@ -199,6 +201,8 @@ class Bisection:
             f"introduced by pass {self.number} of {self.total}, {self.name} "
             f"({self.replays} replays){on}"
         ]
+        if self.refuses:
+            return f"{lines[0]}\n  {self.refuses}"
         what, made = "first node whose value differs:", "computed from what the pass made"
         is_state = self.where.endswith(AFTERWARDS)
         if is_state:
@@ -252,6 +256,7 @@ def bisect_passes(
         ValueError: under a fake process group, whose collectives move no data.
         TypeError: ``traced`` is a graph, which does not know its inputs.
     """
+    check_switches(every=every)
     if isinstance(traced, fx.GraphModule):
         raise TypeError(
             "bisect_passes takes what trace_step returns, and was given a GraphModule: give the "
@@ -351,6 +356,7 @@ class _PassSearch:
     ) -> None:
         self._stages, self._run, self._is_part = stages, run, expected is not None
         self._verdicts: dict[int, Verdict] = {}
+        self._refused: dict[int, str] = {}
         self.replays = 0 if self._is_part else 1
         self._expected = run(stages[0].gm) if expected is None else expected
         self._results = {
@@ -388,7 +394,17 @@ class _PassSearch:
         Every rank must call it.
         """
         self.replays += 1
-        values = self._run(self._stages[number].gm)
+        try:
+            values = self._run(self._stages[number].gm)
+        except dist.DistError:
+            raise  # another rank has ended, or is late
+        except Exception as error:
+            self._refused[number] = (
+                "the graph behind the pass refuses the inputs that the graph before it takes: "
+                f"{type(error).__name__}: {error}"
+            ).partition("\n")[0]
+            self._verdicts[number] = Verdict("different", reasons=(self._refused[number],))
+            return on_any_rank(True)
         if self._is_part:
             values = {key: value for key, value in values.items() if key in self._expected}
         self._verdicts[number] = verdict = compare_entries(values, self._expected)
@@ -399,16 +415,21 @@ class _PassSearch:
 
         Every rank must call it.
         """
+        last, name = len(self._stages) - 1, self._stages[guilty].name
         before, after = self._stages[guilty - 1].gm, self._stages[guilty].gm
         verdict = self._verdicts[guilty]
+        own = self._refused.get(guilty, "")
+        if on_any_rank(bool(own)):
+            refuses = own or "on another rank the graph behind the pass refuses the inputs"
+            found = Bisection("different", last, guilty, name, verdict, refuses=refuses)
+            return replace(found, replays=self.replays)
         differing = [one.key for one in verdict.differences]
         differing += [*verdict.only_actual, *verdict.only_expected]
         if on_any_rank(any(map(_is_result, differing))):
             origin = _find_node(verdict.first, before, after, self._run)
         else:
             origin = _find_state(verdict.first, differing, before, after)
-        name, replays = self._stages[guilty].name, self.replays + 2
-        last = len(self._stages) - 1
+        replays = self.replays + 2
         return Bisection("different", last, guilty, name, verdict, *origin, replays=replays)
 
 

@@ -84,7 +84,8 @@ def assert_pass_bitwise(
 
     Raises:
         BitwiseDifference: an output, or a state that a graph leaves, differs; with the first node
-            whose value does, and the nodes that the pass made there.
+            whose value does, and the nodes that the pass made there. Or the graph behind the pass
+            raises an error on inputs that the graph before it takes.
         ControlFailed: the outputs do not depend on the inputs, or one of them is NaN on all of
             them.
         SameGraph: the pass changed nothing: both are one graph, or copies of one.
@@ -189,6 +190,8 @@ def _require_equal(
         what=what,
     )
     if found.verdict is not None:
+        if found.refuses:
+            raise BitwiseDifference(f"{what}, on {description}: {found.refuses}", found.verdict)
         lines = [f"{what} changed the numbers, on {description}"]
         if not any(map(is_collective, nodes_within(before))):  # other ranks may have other answers
             inputs = copies([list(flat)])[0]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pytest_gtrainer import assert_compiled_bitwise, assert_pass_bitwise, gt_compile
@@ -211,6 +211,49 @@ def test_on_ranks_all_vote(gt_world):
     assert_pass_bitwise(run_of(Rescale(2.0), function, x))
     with pytest.raises(BitwiseDifference):
         assert_pass_bitwise(run_of(Rescale(3.0), function, x))
+
+
+TABLE, PLACES = torch.randn(5, 4), torch.tensor([0, 1])
+
+
+def _refuse_four(places):
+    torch._assert_async((places < 4).all())
+
+
+REFUSING = {
+    "an index": (
+        lambda table, places: table[places.abs()] * 1,
+        lambda table, places: table[:-1][places.abs()] * 1,
+        "the integer 4 in .*: the graph behind the pass refuses .* takes: IndexError: index 4",
+    ),
+    "a row of an embedding": (
+        lambda table, places: nn.functional.embedding(places, table),
+        lambda table, places: nn.functional.embedding(places, table[:-1]),
+        "the graph behind the pass refuses",
+    ),
+    "a value": (
+        lambda table, places: table[places.abs()] * 1,
+        lambda table, places: (_refuse_four(places), table[places.abs()] * 1)[1],
+        "the graph behind the pass refuses .* takes: RuntimeError",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSING)
+def test_inputs_that_only_the_graph_behind_a_pass_refuses_are_a_difference(name):
+    before, after, says = REFUSING[name]
+    graphs = [make_fx(each, tracing_mode="real")(TABLE, PLACES) for each in (before, after)]
+    with pytest.raises(BitwiseDifference, match=says):
+        assert_pass_bitwise(tuple(graphs))
+
+
+@pytest.mark.gt_world("ranks", size=2)
+def test_inputs_that_a_graph_refuses_on_one_rank_are_a_difference_on_all(gt_world):
+    first, rows = torch.zeros_like(PLACES), 1 if gt_world.rank else 5
+    before = make_fx(lambda table, places: table[places] * 1)(TABLE, first)
+    after = make_fx(lambda table, places: table[:rows][places] * 1)(TABLE, first)
+    with pytest.raises(BitwiseDifference, match="graph behind the pass refuses the inputs"):
+        assert_pass_bitwise((before, after))
 
 
 @pytest.mark.gt_world("ranks", size=2)

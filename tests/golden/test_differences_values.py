@@ -512,3 +512,30 @@ if out:
 def test_an_input_below_its_first_use_is_read_by_those_after_it():
     (said,) = words(BELOW_ITS_USE, BELOW_ITS_USE.replace("tan(I.x)", "tan(cos)"))
     assert said == "aten.tan in fwd _ reads cos instead of x as operand 1"
+
+
+# -- definitions
+
+SIZES = """\
+s0 = size(3)
+s1 = size(4)
+if I:
+  I[0]: f32[s0]
+  I[1]: f32[s1]
+if fwd:
+  with m:
+    sym_size: int[s0] = aten.sym_size.int(I[0], 0)
+    zeros: f32[s0] = aten.zeros([sym_size])
+if out:
+  zeros = fwd.m.zeros
+"""
+
+
+def test_another_symbol_is_no_process_group():
+    other = SIZES.replace("int[s0] = aten.sym_size.int(I[0]", "int[s1] = aten.sym_size.int(I[1]")
+    found = words(SIZES, other.replace("zeros: f32[s0]", "zeros: f32[s1]"))
+    assert found[:2] == [
+        "symbol of aten.sym_size.int in fwd m: s0 became s1",
+        "symbol of aten.zeros in fwd m: s0 became s1",
+    ]
+    assert "group" not in " ".join(found)

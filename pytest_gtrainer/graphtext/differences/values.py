@@ -168,20 +168,25 @@ def _spell_operand(graph: Dataflow, operand: Operand) -> str:
 
 
 def group_remarks(comparison: Comparison) -> Iterator[Remark]:
-    """Yield collectives that go over another process group."""
+    """Yield collectives that go over another process group, and uses of other definitions."""
     for place in comparison.old.users:
         other = comparison.to_new[place]
         if other is None:
             continue
         was, now = comparison.old.values[place], comparison.new.values[other]
         for old, new in zip(was.operands, now.operands, strict=False):
-            are_definitions = _is_definition(old) and _is_definition(new)
-            if are_definitions and not comparison.same_operand(old, new):
+            if not isinstance(new, int) or not (_is_definition(old) and _is_definition(new)):
+                continue
+            if not comparison.same_operand(old, new):
                 kind = remarks.kind_of(now) or now.operator
                 before = _spell_operand(comparison.old, old)
                 change = f"{before} became {_spell_operand(comparison.new, new)}"
-                where = f"{remarks.module_of(now.scope)}/{now.scope.space}"
-                text = f"process group of {kind} {where}: {change}"
+                defines = comparison.new.definitions[~new].kind
+                if defines == "group":
+                    where = f"{kind} {remarks.module_of(now.scope)}/{now.scope.space}"
+                else:
+                    where = what(now)
+                text = f"{_KINDS.get(defines, defines)} of {where}: {change}"
                 yield Remark(Weight.GROUP, text, about(now), f"{kind} {change}")
 
 

@@ -30,6 +30,7 @@ counting, 3 of 4: 0 s so far
 
 import base64
 import functools
+import hashlib
 import reprlib
 import sys
 import threading
@@ -220,13 +221,23 @@ def all_escaped(value: Any) -> Any:
     return value
 
 
+def key_of(text: str) -> str:
+    """Return a short digest of a text, also of one with half of a surrogate pair, as of paths.
+
+    >>> key_of("graph"), len(key_of("\\udc80"))
+    ('eef93e1d14482804', 16)
+    """
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
 def packed(text: str) -> str:
     """Return ``text`` in zlib's format, which browsers read as "deflate", as base64.
 
     >>> zlib.decompress(base64.b64decode(packed("graph"))), len(packed("a" * 100_000)) < 400
     (b'graph', True)
     """
-    return base64.b64encode(zlib.compress(text.encode(), 6)).decode()
+    utf8 = text.encode("utf-8", "backslashreplace")
+    return base64.b64encode(zlib.compress(utf8, 6)).decode()
 
 
 def unpacked(text: str, *, most: int = MOST_UNPACKED) -> str:
@@ -289,6 +300,15 @@ def check_type(value: object, kinds: type | tuple[type, ...], what: str, give: s
     is_bool = isinstance(value, bool) and kinds is not bool
     if is_bool or not isinstance(value, kinds):
         raise TypeError(f"{what} is {reprlib.repr(value)}: give {give}")
+
+
+def check_switches(**switches: object) -> None:
+    """Raise a TypeError that names the first switch that is neither True nor False.
+
+    Any text is true, also "no", and so is every number but 0.
+    """
+    for name, value in switches.items():
+        check_type(value, bool, name, "True or False")
 
 
 def check_callable(**arguments: object) -> None:

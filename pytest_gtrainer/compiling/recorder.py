@@ -24,6 +24,7 @@ from torch import fx
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch import compiling as private
 from pytest_gtrainer.compiling.record import CompiledGraph, CompileRecord, GraphBreak, RecordedPass
+from pytest_gtrainer.facts import check_switches
 from pytest_gtrainer.graph.foreign import adopt
 from pytest_gtrainer.numerics.graph_run import copies
 
@@ -355,6 +356,7 @@ def gt_compile(*, lower: bool = False, caches: bool = False) -> Iterator[Compile
     Raises:
         RuntimeError: another recorder is open.
     """
+    check_switches(lower=lower, caches=caches)
     if not _open.acquire(blocking=False):
         raise RuntimeError(
             "gt_compile is open already: a compilation is recorded once; use the outer record"

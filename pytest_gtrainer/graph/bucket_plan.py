@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from pytest_gtrainer.facts import check_switches
 from pytest_gtrainer.graph.collectives import FsdpCollective, PlanError
 
 PlanEntry = str | list[str]
@@ -45,6 +46,7 @@ def get_default_transformer_block_buckets(
     >>> get_default_transformer_block_buckets(2)
     ['tok_embeddings', 'layers.0', 'layers.1', ['norm', 'lm_head']]
     """
+    check_switches(chunked_loss_enabled=chunked_loss_enabled)
     if type(n_layers) is not int or n_layers < 1:
         raise ValueError(f"n_layers={n_layers}: a model has at least one layer")
     if unknown := set(moe_layers).difference(range(n_layers)):

@@ -24,7 +24,7 @@ from pytest_gtrainer._torch.process import (
 )
 from pytest_gtrainer._torch.random_states import numpy_or_none, random_states_kept, seed_torch
 from pytest_gtrainer.environment import variable
-from pytest_gtrainer.facts import check_type
+from pytest_gtrainer.facts import check_switches, check_type
 from pytest_gtrainer.numerics import knobs
 
 if TYPE_CHECKING:
@@ -47,6 +47,13 @@ class DebugConfig:
     deterministic_warn_only: bool = False
     moe_force_load_balance: bool = False
 
+    def __post_init__(self) -> None:
+        check_switches(
+            deterministic=self.deterministic,
+            deterministic_warn_only=self.deterministic_warn_only,
+            moe_force_load_balance=self.moe_force_load_balance,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ActivationCheckpointConfig:
@@ -63,6 +70,9 @@ class ActivationCheckpointConfig:
     preserve_rng_state: bool = True
     determinism_check: Literal["default", "none"] = "default"
     debug: bool = False
+
+    def __post_init__(self) -> None:
+        check_switches(preserve_rng_state=self.preserve_rng_state, debug=self.debug)
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of ``torch.utils.checkpoint.checkpoint``.

@@ -51,7 +51,7 @@ from pytest_gtrainer._torch.autograd import watching_roots
 from pytest_gtrainer._torch.random_states import random_state, without_modes
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer._torch.wrapped_modules import COMPILED, wrapped_by
-from pytest_gtrainer.facts import check_type
+from pytest_gtrainer.facts import check_switches, check_type
 from pytest_gtrainer.numerics import knobs
 from pytest_gtrainer.numerics.bits import NoBytes, is_dtensor
 from pytest_gtrainer.numerics.calls import line_of_user
@@ -580,6 +580,7 @@ def record_training(
     Raises:
         RecordError: the folder holds a record, or cannot be made.
     """
+    check_switches(values=values)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     check_type(model, nn.Module, "model", "the nn.Module that the loop calls")
     check_type(optimizers, Sequence, "optimizer", "a torch.optim.Optimizer, or a list of them")

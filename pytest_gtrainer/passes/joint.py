@@ -27,6 +27,7 @@ from pytest_gtrainer._torch.passes import (
     values_of_split,
 )
 from pytest_gtrainer._torch.values import value_like
+from pytest_gtrainer.facts import check_switches
 from pytest_gtrainer.graph.bucket_plan import (
     LOSS,
     Bucket,
@@ -179,6 +180,11 @@ def joint_transformer_block_bucketing_reordering_pass(
     Raises:
         PlanError: the plan does not fit the graph; the graph is untouched.
     """
+    check_switches(
+        reorder=reorder,
+        insert_overlap_deps=insert_overlap_deps,
+        require_buckets=require_buckets,
+    )
     return _bucket(gm, bucket_plan, payload_order, reorder, insert_overlap_deps, require_buckets)
 
 
@@ -204,6 +210,11 @@ def transformer_block_bucketing_reordering_pass(
     Raises:
         PlanError: as for the joint graph, or the graph is a joint one.
     """
+    check_switches(
+        reorder=reorder,
+        insert_overlap_deps=insert_overlap_deps,
+        require_buckets=require_buckets,
+    )
     if direction not in (FORWARD, BACKWARD):
         raise ValueError(f"direction={direction!r}: expected {FORWARD!r} or {BACKWARD!r}")
     if direction == FORWARD and any(direction_of(node) == BACKWARD for node in gm.graph.nodes):

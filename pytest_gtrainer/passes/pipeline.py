@@ -15,6 +15,7 @@ from torch import fx
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.graph_modules import compiled, copied_lazily
 from pytest_gtrainer._torch.passes import log_artefact
+from pytest_gtrainer.facts import check_switches
 from pytest_gtrainer.graph.bucket_plan import (
     SUGGESTS,
     BucketPlan,
@@ -157,6 +158,12 @@ def construct_default_graph_passes(
             ``tensor_parallel_degree`` above 1.
         TypeError: ``reshard_after_forward`` is a number of ranks, as FSDP2 takes it.
     """
+    check_switches(
+        reorder=reorder,
+        require_buckets=require_buckets,
+        reduce_scatter_first=reduce_scatter_first,
+        schedule_chunks=schedule_chunks,
+    )
     if not isinstance(reshard_after_forward, bool):
         raise TypeError(
             f"reshard_after_forward={reshard_after_forward!r}: give True or False; resharding to a "

@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from pytest_gtrainer.facts import check_switches
 from pytest_gtrainer.graph.collectives import PlanError, fsdp_all_gathers, is_message
 from pytest_gtrainer.graph.nodes import (
     BACKWARD,
@@ -53,6 +54,7 @@ def tag_with_memory_policy_pass(
     Raises:
         ValueError: ``keep_unsharded`` names what has no all-gathers.
     """
+    check_switches(reshard_after_forward=reshard_after_forward)
     if not reshard_after_forward:
         return False
     keep_unsharded = [keep_unsharded] if isinstance(keep_unsharded, str) else keep_unsharded

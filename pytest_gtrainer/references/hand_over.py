@@ -22,6 +22,7 @@ from pytest_gtrainer._torch.graph_bytes import bytes_of, graphs_of
 from pytest_gtrainer._torch.process_groups import names_of_live_groups
 from pytest_gtrainer._torch.tracing import new_fake_mode
 from pytest_gtrainer._torch.values import local_part, pytree
+from pytest_gtrainer.facts import check_switches
 from pytest_gtrainer.graph.nodes import argument_of, parameter
 from pytest_gtrainer.graph.partitions import partition_fault
 from pytest_gtrainer.graph.same_on_ranks import (
@@ -64,6 +65,7 @@ def trace_once(
     Raises:
         RanksDisagree: with ``check``, on the rank whose own graph is another; names the first node.
     """
+    check_switches(check=check)
     if dist.get_backend() == "fake":
         return replace(trace(), handed_over="traced here: a fake world has no other rank")
     rank, ranks = dist.get_rank(), sorted(mesh.mesh.flatten().tolist())

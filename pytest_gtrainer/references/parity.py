@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.random_states import GeneratorStates, random_states_kept
-from pytest_gtrainer.facts import spell_some
+from pytest_gtrainer.facts import check_switches, spell_some
 from pytest_gtrainer.graph.bucket_plan import PayloadOrder
 from pytest_gtrainer.graph.layout import (
     ALL_REDUCE_NAME,
@@ -104,6 +104,10 @@ def train_graph(
     ``joint_transformer_block_bucketing_reordering_pass``. To compare with eager training use
     ``assert_parity``, which refuses a comparison that could not have failed.
     """
+    check_switches(
+        reduce_scatter_first=reduce_scatter_first,
+        reshard_after_forward=reshard_after_forward,
+    )
     options: dict[str, Any] = {
         "passes": passes,
         "payload_order": payload_order,
@@ -177,6 +181,11 @@ def assert_parity(
         ValueError: a world of one rank, or a fake one.
     """
     __tracebackhide__ = True
+    check_switches(
+        reduce_scatter_first=reduce_scatter_first,
+        reshard_after_forward=reshard_after_forward,
+        proof=proof,
+    )
     check_world(world)
     check_choice("invisible", invisible, ("refuse", "report"))
     is_simulated = world.kind == "simulated"

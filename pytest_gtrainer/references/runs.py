@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.random_states import random_states_kept
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode
-from pytest_gtrainer.facts import spell_some
+from pytest_gtrainer.facts import check_switches, spell_some
 from pytest_gtrainer.graph.foreign import AnyGraph, Names
 from pytest_gtrainer.graph.layout import (
     BucketLayout,
@@ -313,6 +313,7 @@ def assert_runs_equal(
             data; a side that both records and returns.
     """
     __tracebackhide__ = True
+    check_switches(proof=proof)
     _check_arguments(control, proof, world)
     row: dict[str, Any] = {}
     if world is not None and world.kind == "simulated":

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from pytest_gtrainer._torch.tracing import annotate
 from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer.facts import check_switches
 from pytest_gtrainer.graph.nodes import STAGE_OUTPUTS
 from pytest_gtrainer.tracing.model import KEY, LOSS_FQN, ModelState, annotate_module_fqns
 from pytest_gtrainer.tracing.refusals import refuse_model
@@ -88,6 +89,7 @@ def trace_stage(
             does; or ``trace_step`` would refuse the stage, too (wrapped modules, hooks on
             parameters and inputs, ``backward`` in the step).
     """
+    check_switches(reuse_gathers=reuse_gathers)
     if isinstance(inputs, torch.Tensor):
         raise TypeError(
             "inputs is a tensor: give a sequence of the stage's inputs, (tensor,) for one"

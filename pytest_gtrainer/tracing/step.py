@@ -45,7 +45,7 @@ from pytest_gtrainer._torch.values import (
     strides_that_count,
 )
 from pytest_gtrainer.environment import collector_off
-from pytest_gtrainer.facts import counted, long_work
+from pytest_gtrainer.facts import check_switches, counted, long_work
 from pytest_gtrainer.graph.bucket_plan import managed_order_of, tied_parameters
 from pytest_gtrainer.graph.nodes import (
     AFTERWARDS,
@@ -380,6 +380,7 @@ def trace_step(
         TwinTraceError: the second trace fails.
         FixedExtentError: the step decides on the extent of a dynamic dimension.
     """
+    check_switches(reuse_gathers=reuse_gathers)
     if isinstance(inputs, torch.Tensor):
         raise TypeError(
             "inputs is a tensor: give a sequence of the step's inputs, (tensor,) for one"

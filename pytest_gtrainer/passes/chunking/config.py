@@ -90,6 +90,10 @@ class ChunkConfig:
                 f"num_chunks={self.num_chunks!r}: give an integer of at least 2; one chunk is the "
                 "model"
             )
+        if not isinstance(self.early_grad_accumulation, bool):
+            raise ChunkError(
+                f"early_grad_accumulation={self.early_grad_accumulation!r}: give True or False"
+            )
         # In a text ``in`` would find every part of a name.
         if not isinstance(self.row_wise, tuple | list | set | frozenset) or not all(
             isinstance(name, str) for name in self.row_wise

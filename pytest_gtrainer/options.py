@@ -337,6 +337,62 @@ def check(config: pytest.Config) -> None:
         raise pytest.UsageError(
             "--gt-moved is for tests that --gt-against compares: add --gt-against=REV"
         )
+    for first, second, why in _EXCLUSIVE:
+        _refuse_together(config, first, second, why)
+    gpus, pdb_rank = get(config, "gpus"), get(config, "pdb-rank")
+    if gpus is not None and pdb_rank is not None and pdb_rank >= gpus:
+        raise pytest.UsageError(
+            f"--gt-pdb-rank={pdb_rank}: with --gt-gpus={gpus} ranks are 0 to {gpus - 1}, and none "
+            "would be debugged"
+        )
+    _refuse_one_file_for_two(config)
+
+
+_EXCLUSIVE = (
+    (("require", "cuda"), ("device", "cpu"), "no test would have a GPU"),
+    (("require", "cuda"), ("cuda-as", "cpu"), "no test would have a GPU"),
+    (("device", "cuda"), ("cuda-as", "cpu"), "ranks would be on GPUs that torch does not show"),
+)
+"""Pairs of values that exclude each other, and why."""
+
+
+def _refuse_together(
+    config: pytest.Config, first: tuple[str, str], second: tuple[str, str], why: str
+) -> None:
+    """Refuse two values of which one is an answer to the other.
+
+    The command line may correct what the ini file says, so both have to be in one of the two.
+    """
+    pair = (first, second)
+    if any(get(config, name) != value for name, value in pair):
+        return
+    on_command_line = [config.getoption(_BY_NAME[name].flag) is not None for name, _ in pair]
+    if on_command_line[0] != on_command_line[1]:
+        return
+    said = []
+    for name, value in pair:
+        option = _BY_NAME[name]
+        said.append(f"{option.flag if on_command_line[0] else option.ini}={value}")
+    raise pytest.UsageError(f"{' and '.join(said)} exclude each other, as {why}: give one")
+
+
+def _refuse_one_file_for_two(config: pytest.Config) -> None:
+    """Refuse two options that write one file: the last one would overwrite the other."""
+    writers: dict[str, str] = {}
+    for name in ("report", "summary", "conformance"):
+        given = get(config, name)
+        if given is not None:
+            _note_writer(config, writers, f"--gt-{name}", given)
+    junit = config.getoption("xmlpath", None)
+    if junit:
+        _note_writer(config, writers, "--junitxml", junit)
+
+
+def _note_writer(config: pytest.Config, writers: dict[str, str], flag: str, given: str) -> None:
+    path = os.path.normpath(config.invocation_params.dir / given)
+    if path in writers:
+        raise pytest.UsageError(f"{writers[path]} and {flag} both write {given}: give two files")
+    writers[path] = flag
 
 
 def file_to_write(config: pytest.Config, name: str, example: str) -> Path | None:

@@ -53,7 +53,8 @@ class FailedChecks:
         if os.getpid() != self._pid:
             # The first counts, as without a fork.
             if not self._in_child[0] and not open_expectations():
-                text = f"{type(error).__name__}: {error}".encode()[:_LONGEST]
+                said = f"{type(error).__name__}: {error}"
+                text = said.encode("utf-8", "backslashreplace")[:_LONGEST]
                 self._in_child[: len(text)] = text
             return
         # The first that nobody waits for decides. Do not search memory again for each of a hundred

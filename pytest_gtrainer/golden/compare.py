@@ -5,7 +5,6 @@ spelling of another version of torch is no difference. Numbers are compared with
 golden has for the same environment, texts as they are.
 """
 
-import hashlib
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
@@ -147,7 +146,7 @@ def golden_difference(name: str, golden: str, obtained: str) -> list[facts.Fact]
         return []
 
     sides = [header.body(golden), header.body(obtained)]
-    keys = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in sides]
+    keys = list(map(facts.key_of, sides))
     return [
         {
             "kind": "golden_difference",

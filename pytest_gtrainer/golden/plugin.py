@@ -11,7 +11,6 @@ none.
 """
 
 import functools
-import hashlib
 import os
 import shlex
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -106,8 +105,7 @@ class GoldenPlugin:
         """Return the text of a check as a fact, if runs or repetitions are compared."""
         if not self._shows_claims:
             return []
-        key = hashlib.sha256(claim.text.encode()).hexdigest()[:16]
-        text = {"key": key, "packed": facts.packed(claim.text)}
+        text = {"key": facts.key_of(claim.text), "packed": facts.packed(claim.text)}
         return [{"kind": "golden_text", "name": claim.path, "of": claim.kind, **text}]
 
     def _judge(self, item: pytest.Item, claim: Claim) -> tuple[list[facts.Fact], str | None]:

@@ -12,6 +12,7 @@ import json
 import math
 import re
 import struct
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +77,7 @@ def plain(value: Any, place: str = "") -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
-        return int(value)
+        return _written(value, place)
     if isinstance(value, float):
         (bits,) = struct.unpack("<Q", struct.pack("<d", value))
         if math.isnan(value) and bits != _NAN:
@@ -93,7 +94,8 @@ def plain(value: Any, place: str = "") -> Any:
             if not isinstance(key, str | int) or isinstance(key, bool):
                 raise TypeError(f"keys of numbers are str or int; not {key!r}")
             # An ``IntEnum`` is written as its number.
-            spelled = str(key) if isinstance(key, str) else str(int(key))
+            spelled = key if isinstance(key, str) else _written(key, f"{place}[...]")
+            spelled = str(spelled)
             if isinstance(key, str) and _QUOTED_KEYS.fullmatch(key):
                 spelled = f"'{key}'"
             keys[spelled] = key
@@ -111,10 +113,30 @@ def plain(value: Any, place: str = "") -> Any:
     )
 
 
+def _written(number: int, place: str) -> int:
+    """Return a number of a type of its own as an integer; refuse one that Python reads no text of.
+
+    Raises:
+        ValueError: it has too many digits.
+    """
+    most = sys.int_info.default_max_str_digits
+    # Almost all numbers are short, so the power is seldom computed.
+    if number.bit_length() > 3 * most and abs(number) >= 10**most:
+        where = f" at {place}" if place else ""
+        raise ValueError(
+            f"an integer{where} has more than {most:,} digits, and Python reads no such text: give "
+            "hex(number), which is a text"
+        )
+    return int(number)
+
+
 def _natural(name: str) -> list[tuple[int, str]]:
     """Return a key that sorts layers.2 before layers.10."""
-    parts = re.split(r"(\d+)", name)
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+    key = []
+    for part in re.split(r"(\d+)", name):
+        digits = part.lstrip("0")  # as a number: more digits come later
+        key.append((len(digits), digits) if part.isdecimal() else (-1, part))
+    return key
 
 
 def text_of(fields: Mapping[str, str], entries: list[Entry]) -> str:

@@ -24,7 +24,6 @@ Only one rank records graphs. Nothing here runs without ``--gt-report`` or ``--j
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -143,7 +142,7 @@ class Witness:
         from pytest_gtrainer.graphtext.schedule_view import communicates
 
         text = render(gm, mesh=self._mesh)
-        key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        key = facts.key_of(text)
         if key not in self._texts:
             self._texts.add(key)
             facts.emit("graph_text", key=key, lines=text.count("\n"), packed=packed(text))
@@ -178,7 +177,7 @@ class Witness:
             "curve": list(peak.curve.values()),
         }
         text = json.dumps(content)
-        key = self._key or hashlib.sha256(text.encode()).hexdigest()[:16]
+        key = self._key or facts.key_of(text)
         facts.emit("memory", key=key, asked=self._key is None, packed=packed(text))
 
     def graph_passes(self, given: fx.GraphModule, result: fx.GraphModule) -> None:

@@ -423,6 +423,27 @@ def test_what_is_no_number_is_refused_with_its_place(value, error, sentence):
     assert fnmatchcase(str(raised.value), sentence.replace("[", "[[]"))
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_integers_of_which_python_reads_no_text_are_refused(sign):
+    longest = sign * (10**4300 - 1)
+    json.loads(values.text_of({}, [values.Entry({}, values.plain([longest]))]))
+    for value, place in (
+        (longest + sign, "an integer has more"),
+        ({"a": [0, longest + sign]}, r"an integer at \['a'\]\[1\] has more"),
+        ({longest + sign: 0}, "an integer at .* has more"),
+    ):
+        with pytest.raises(ValueError, match=rf"{place} than 4,300 digits, .*: give hex\(number\)"):
+            values.plain(value)
+
+
+def test_keys_of_many_digits_are_sorted_as_numbers():
+    names = ["9" * 5000, "10" * 3000, "7", "07", "x.12", "x.3", "0"]
+    ordered = ["0", "7", "07", "9" * 5000, "10" * 3000, "x.3", "x.12"]
+    assert list(values.plain(dict.fromkeys(names, 0))) == [
+        f"'{name}'" if name.isdecimal() else name for name in ordered
+    ]
+
+
 def test_numbers_nested_in_themselves_are_refused():
     endless: list[object] = []
     endless.append(endless)

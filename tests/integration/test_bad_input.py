@@ -27,6 +27,43 @@ from pytest_gtrainer.options import OPTIONS
         (["--gt-report="], "ERROR: --gt-report=: expected a path"),
         (["--gt-artifacts="], "ERROR: --gt-artifacts=: expected a path"),
         (["--gt-device=tpu"], "ERROR: --gt-device=tpu: expected one of auto, cpu, cuda"),
+        (
+            ["--gt-require=cuda", "--gt-device=cpu"],
+            "ERROR: --gt-require=cuda and --gt-device=cpu exclude each other, as no test would "
+            "have a GPU: give one",
+        ),
+        (
+            ["-o", "gt_require=cuda", "-o", "gt_cuda_as=cpu"],
+            "ERROR: gt_require=cuda and gt_cuda_as=cpu exclude each other, as no test would have a "
+            "GPU: give one",
+        ),
+        (
+            ["--gt-device=cuda", "--gt-cuda-as=cpu"],
+            "ERROR: --gt-device=cuda and --gt-cuda-as=cpu exclude each other, as ranks would be on "
+            "GPUs that torch does not show: give one",
+        ),
+        (
+            ["--gt-gpus=2", "--gt-pdb-rank=2"],
+            "ERROR: --gt-pdb-rank=2: with --gt-gpus=2 ranks are 0 to 1, and none would be debugged",
+        ),
+        (
+            ["--gt-report=x", "-o", "gt_summary=./x"],
+            "ERROR: --gt-report and --gt-summary both write ./x: give two files",
+        ),
+        (
+            ["--gt-summary=x", "--junitxml=y/../x"],
+            "ERROR: --gt-summary and --junitxml both write y/../x: give two files",
+        ),
+        (
+            ["--gt-prune-goldens", "--gt-unused-goldens=ignore"],
+            "ERROR: --gt-prune-goldens and --gt-unused-goldens=ignore exclude each other: give one",
+        ),
+        (
+            ["--gt-update-goldens", "--gt-create-goldens"],
+            "ERROR: --gt-update-goldens and "
+            "--gt-create-goldens exclude each other, as updating writes missing goldens too: give "
+            "one",
+        ),
     ],
     ids=str,
 )
@@ -35,6 +72,13 @@ def test_an_option_that_makes_no_sense_is_a_usage_error(pytester, arguments, sen
     result = pytester.runpytest_inprocess(*arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert result.stderr.lines.count(sentence) == 1
+
+
+def test_the_command_line_corrects_the_ini_file(pytester):
+    pytester.makepyfile("def test_runs(): pass")
+    pytester.makeini("[pytest]\ngt_require = cuda\ngt_cuda_as = cpu")
+    result = pytester.runpytest_inprocess("--gt-device=cpu", "--gt-require=ranks")
+    result.assert_outcomes(passed=1)
 
 
 def test_no_option_takes_nothing_for_an_answer(pytester):
@@ -82,6 +126,11 @@ MARKERS = [
         '"simulated", device="cuda"',
         'gt_world("simulated", device="cuda"): a simulated world adds on the CPU',
     ),
+    ('"fake", size=10**9', "gt_world has at most 1,048,576 ranks: take a smaller size"),
+    ('"ranks", size=10**5000', "gt_world has at most 1,048,576 ranks: take a smaller size"),
+    ('"simulated", mesh={"a": 10**5, "b": 10**5}', "gt_world has at most 1,048,576 ranks"),
+    ('"fake", size=True', "gt_world's size is a whole number, 1 or more; not True"),
+    ('"fake", mesh={"a": -2}', "gt_world's mesh dimension 'a' is a whole number, 1 or more; not"),
     ('"ranks", timeout=-1', "gt_world's timeout is a number of seconds above 0; not -1"),
     ('"ranks", sizes=8', "gt_world takes size, mesh, nodes, rank, device, timeout; not sizes"),
 ]

@@ -20,6 +20,7 @@ from pytest_gtrainer import (
     gt_compile,
     peak_memory,
 )
+from pytest_gtrainer.golden.compare import golden_difference
 from pytest_gtrainer.graphtext.differences import lines
 from pytest_gtrainer.graphtext.differences.lines import changed_lines
 from pytest_gtrainer.report import witness
@@ -251,3 +252,12 @@ def test_digests_stand_by_step_then_phase_then_rank():
     places = [(0, 0, "loss"), (0, 1, "loss"), (0, 0, "weight"), (0, 1, "weight"), (1, 0, "loss")]
     assert [tuple(row[:3]) for row in digest_rows(record)] == places
     assert digest_rows(record)[0][3] == digest_rows(record)[1][3] != digest_rows(record)[4][3]
+
+
+def test_texts_with_half_a_surrogate_pair_are_shown():
+    """Paths have them, if their bytes are no UTF-8, and so do messages."""
+    half, escaped = "a path \udc80", "a path \\udc80"
+    assert facts.key_of(half) != facts.key_of(escaped)
+    assert facts.unpacked(facts.packed(half)) == escaped
+    (found,) = golden_difference("x.txt", half, escaped)
+    assert len(set(found["keys"])) == 2

@@ -36,6 +36,7 @@ from pytest_gtrainer.worlds.simulated import trees as tree_sums
 from pytest_gtrainer.worlds.simulated.logs import rings_from_log, trees_from_log
 from pytest_gtrainer.worlds.simulated.rings import Rings, Stretch
 from pytest_gtrainer.worlds.simulated.trees import Order, Tree
+from pytest_gtrainer.worlds.spec import MOST_RANKS
 
 # Bytes of a chunk of a ring all-reduce, with NCCL's default buffers (init.cc:809-813,
 # enqueue.cc:2222-2227).
@@ -225,6 +226,8 @@ class NetModel(Net):
     def __post_init__(self) -> None:
         check_count("nodes", self.nodes)
         check_count("ranks_per_node", self.ranks_per_node)
+        if self.world_size > MOST_RANKS:
+            raise ValueError(f"a net has at most {MOST_RANKS:,} ranks: take fewer")
         for name in ("channels", "chunk_bytes"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))

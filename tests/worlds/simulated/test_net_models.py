@@ -274,6 +274,7 @@ def test_explain_reads_as_a_sentence():
     [
         ({"channels": 0}, "channels=0: give a whole number, 1 or more"),
         ({"nodes": True}, "nodes=True: give a whole number, 1 or more"),
+        ({"nodes": 10**9}, "a net has at most 1,048,576 ranks: take fewer"),
         ({"partition": "even"}, "partition='even': use one of contiguous, cells, round-robin"),
         ({"accumulate": "fp64"}, "accumulate='fp64': use one of wire, fp32"),
         ({"algorithm": "Tree"}, "algorithm='Tree': use one of ring, tree, pat"),

@@ -3,6 +3,7 @@
 A graph is a function of its inputs: memory that nobody has written is not read.
 """
 
+import math
 import operator as python
 import random
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from pytest_gtrainer._torch.process_groups import group_ranks, names_of_live_gro
 from pytest_gtrainer._torch.values import FakeTensor, FakeTensorMode, OpOverload, pytree
 from pytest_gtrainer.attack.extract import computed, extract
 from pytest_gtrainer.graph.collectives import launches
-from pytest_gtrainer.graph.nodes import held, input_fqn, is_wait, short_name
+from pytest_gtrainer.graph.nodes import held, input_fqn, is_view, is_wait, short_name
 
 aten = torch.ops.aten
 
@@ -136,16 +137,21 @@ class _Maker:
     def _make_parameters(self) -> None:
         """Make shards of parameters of two layers; each is gathered over one group."""
         self.group_of = {}
+        self.dtype_of: dict[fx.Node, torch.dtype] = {}
         # FSDP gathers its shards in one way, and nobody else reads them. Other graphs do as they
         # like.
         self.is_fsdp = self.dice.random() < 0.5
+        group = self.dice.choice(self.groups)
+        self.reduction_of_all = self._choose_reduction() if self.is_fsdp else None
         for name in ("layers.0.weight", "layers.0.bias", "layers.1.weight"):
             shape = [self.dice.choice(self.sizes) for _ in range(self.dice.randint(1, 2))]
             node = self._input(name, torch.float32, shape, "parameter")
-            self.group_of[node] = self.dice.choice(self.groups)
+            self.group_of[node] = self.dice.choice((group, group, *self.groups))
             self.parameters.append(node)
             if self.is_fsdp:
                 self.floats.remove(node)
+                if self.dice.random() < 0.3:
+                    self.dtype_of[node] = torch.bfloat16
 
     def _take_part_of(self, model: fx.GraphModule, nodes: int) -> None:
         """Begin with so many successive nodes of a model's graph, which run on zeros."""
@@ -217,6 +223,7 @@ class _Maker:
             self._look_up,
             self._spread,
             self._pad,
+            self._use_size,
             self._call_body,
         ]
         if not self.functional:
@@ -224,7 +231,7 @@ class _Maker:
         if self.ranks > 1:
             steps += [self._communicate] * 4
             steps += [self._gather_parameter] * 3
-            steps += [self._reduce_gradient]
+            steps += [self._reduce_gradient] * 2
             steps += [self._wait_for_one] * 3
         return steps
 
@@ -259,6 +266,8 @@ class _Maker:
             node.meta["autograd_backward"] = True
         if target in _COPIES:
             self.copied += [node, *node.all_input_nodes]
+        elif is_view(target) and isinstance(value, Tensor) and args[0] in self.copied[-8:]:
+            self.copied.append(node)  # a write to it is one to the copy, or to what was copied
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
             self.floats.append(node)
         return node
@@ -284,6 +293,16 @@ class _Maker:
             if given.shape == value.shape and given.dtype == value.dtype:
                 alike.append(other)
         return alike
+
+    def _with_rows(self, node: fx.Node) -> list[fx.Node]:
+        """Return the matrices of as many rows and of the same dtype."""
+        rows, dtype = node.meta["val"].shape[0], node.meta["val"].dtype
+        found = []
+        for other in self.floats:
+            given = other.meta["val"]
+            if given.ndim == 2 and given.shape[0] == rows and given.dtype == dtype:
+                found.append(other)
+        return found
 
     def _unary(self) -> None:
         self._call(self.dice.choice(_UNARY), self._any())
@@ -323,6 +342,9 @@ class _Maker:
         if len(shape) == 2:
             other = self._call(aten.t, self._like(node))
             product = self._call(aten.mm, node, other)
+            if product is not None and self.dice.random() < 0.3:
+                # Projections read one value, and may be of other widths.
+                self._call(aten.mm, node, self.dice.choice(self._with_rows(other)))
             if product is not None and self.dice.random() < 0.3:
                 self._call(aten.addmm, self._like(product), node, other)
             if product is not None and self.dice.random() < 0.5:
@@ -451,6 +473,26 @@ class _Maker:
             pads = self.dice.choice(((0, 0), (0, 0), (0, 0), (0, 1), (0, 2), (1, -1)))
             self._call(aten.constant_pad_nd, node, list(pads), 0.0)
 
+    def _use_size(self) -> None:
+        """Read an extent and give it to another operator, as graphs of dynamic sizes do."""
+        node = self._any()
+        shape = list(node.meta["val"].shape)
+        if not shape:
+            return
+        dim = self.dice.randrange(len(shape))
+        size = self._call(aten.sym_size.int, node, dim)
+        others = shape[:dim] + shape[dim + 1 :]
+        kind = self.dice.randrange(4)
+        if kind == 0:
+            self._call(aten.slice.Tensor, self._like(node), dim, self.dice.randrange(2), size)
+        elif kind == 1:
+            spread = self._any()
+            self._call(aten.expand, spread, [size, *spread.meta["val"].shape])
+        elif kind == 2:
+            self._call(aten.reshape, self._like(node), [size, math.prod(others)])
+        else:
+            self._call(aten.full, [size, *others], self.dice.choice(_NUMBERS))
+
     def _call_body(self) -> None:
         """Now and then, call a graph inside the graph, or one of two."""
         if self.dice.random() > 0.3:
@@ -510,35 +552,69 @@ class _Maker:
             self.started.append(launch)
 
     def _gather_parameter(self) -> None:
-        """Gather a parameter, which may be gathered already, as it is or in another dtype."""
+        """Gather a parameter, which may be gathered already, as it is or changed before."""
         parameter = self.dice.choice(self.parameters)
         shard: fx.Node | None = parameter
-        if not self.is_fsdp and self.dice.random() < 0.3:
-            shard = self._call(aten._to_copy, shard, dtype=self.dice.choice(_DTYPES))
-        elif not self.is_fsdp and self.dice.random() < 0.3:
-            shard = self._call(self.dice.choice(_UNARY), shard)
+        if parameter in self.dtype_of:
+            shard = self._call(aten._to_copy, shard, dtype=self.dtype_of[parameter])
+        elif not self.is_fsdp and self.dice.random() < 0.6:
+            for _ in range(self.dice.randint(1, 2)):
+                shard = self._changed(shard or parameter)
+        if shard is None:
+            return
         group, size = self.group_of[parameter]
         launch = self._call(ALL_GATHER, shard, size, group)
         if launch is not None:
-            fqn = input_fqn(parameter).rpartition(".")[0]
+            # A tied parameter is gathered by another module, too.
+            owner = self.dice.choice(self.parameters) if self.dice.random() < 0.2 else parameter
+            fqn = input_fqn(owner).rpartition(".")[0]
             launch.meta["custom"] = {"module_fqn": fqn}
         self._begin(launch)
 
+    def _changed(self, node: fx.Node) -> fx.Node | None:
+        """Compute something of one operand."""
+        kind = self.dice.randrange(5)
+        if kind == 0:
+            return self._call(aten._to_copy, node, dtype=self.dice.choice(_DTYPES))
+        if kind == 1:
+            return self._call(self.dice.choice(_UNARY), node)
+        if kind == 2:
+            return self._call(self.dice.choice(_SCALAR), node, self.dice.choice(_NUMBERS))
+        if kind == 3:
+            return self._call(aten.constant_pad_nd, node, [0, self.dice.randrange(2)], 0.0)
+        return self._call(self.dice.choice((aten.rand_like, aten.relu)), node)
+
+    def _choose_reduction(self) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
+        """Return the collectives that reduce a gradient, each with reduction and group."""
+        (replicas, _), (shards, size) = self.dice.choices(self.groups, k=2)
+        reductions = [self.dice.choice(_SUMS)] * 2
+        if self.dice.random() < 0.2:
+            reductions[0] = self.dice.choice((*_SUMS, "max", "min"))
+        sums = ALL_REDUCE, (reductions[0], replicas)
+        scatters = REDUCE_SCATTER, (reductions[1], size, shards)
+        # DTensor reduces among replicas first, FSDP2 scatters first; without replicas that is all.
+        return self.dice.choice(((sums, scatters), (sums, scatters), (scatters, sums), (scatters,)))
+
     def _reduce_gradient(self) -> None:
-        """Add a result: a value reduced among replicas, then scattered, as in hybrid sharding."""
-        node, (replicas, _), (shards, size) = self._any(), *self.dice.choices(self.groups, k=2)
-        shape = node.meta["val"].shape
-        if not shape or shape[0] % size:
-            return
-        reduction = self.dice.choice(_SUMS)
-        for target, settings in ((ALL_REDUCE, (replicas,)), (REDUCE_SCATTER, (size, shards))):
-            launch = self._call(target, node, reduction, *settings)
-            assert launch is not None
+        """Add a result: a value reduced among replicas and scattered, as in hybrid sharding."""
+        node: fx.Node | None = self._any()
+        for target, settings in self.reduction_of_all or self._choose_reduction():
+            shape = node.meta["val"].shape if node is not None else ()
+            if target is REDUCE_SCATTER and (not shape or shape[0] % settings[1]):
+                return
+            launch = self._call(target, node, *settings)
+            if launch is None:
+                return
+            self.floats.remove(launch)
             wait = self._call(WAIT, launch)
             assert wait is not None
-            self.floats = self.floats[:-2]  # nobody else reads the two
+            if self.dice.random() < 0.85:
+                self.floats.remove(wait)  # nobody else reads it
             node = wait
-        self.results.append(node)
+            if self.dice.random() < 0.3:
+                node = self._changed(wait)
+        if node is not None:
+            self.results.append(node)
 
     def _wait_for_one(self) -> None:
         if self.started:

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from pytest_gtrainer import facts, graphtext
 from pytest_gtrainer._torch.process_groups import group_ranks, names_of_live_groups
 from pytest_gtrainer.attack.extract import inputs_of
-from pytest_gtrainer.attack.pairs import cut_to_pairs
+from pytest_gtrainer.attack.pairs import cut_to_pairs, find_false_metadata
 from pytest_gtrainer.graph.collectives import find_early_read, launches
 from pytest_gtrainer.graph.nodes import short_name
 from pytest_gtrainer.graph.same_on_ranks import nodes_within
@@ -196,9 +196,24 @@ def judge_graphs(
     """
     # A graph that cannot run in a world fails a check there, and is a finding here.
     with facts.failing_checks(lambda error: None):
-        if _differ_in_equal_pairs(after, before, at_least, ranks):
+        failure = None
+        if not _differ_in_equal_pairs(after, before, at_least, ranks):
+            failure = _judge_whole(after, before, at_least, ranks)
+        return failure or _judge_metadata(after, before)
+
+
+def _judge_metadata(after: fx.GraphModule, before: fx.GraphModule) -> Failure | None:
+    """Return which traced value a pass has made untrue; later passes read it, and so does Inductor.
+
+    Values that were untrue before say nothing about the pass.
+    """
+    try:
+        words = find_false_metadata(after, before)
+        if not words or find_false_metadata(before, before):
             return None
-        return _judge_whole(after, before, at_least, ranks)
+    except RAISED:
+        return None  # it runs on other devices, or in a world that is not up
+    return Failure("metadata", words)
 
 
 def _judge_whole(

@@ -112,6 +112,29 @@ def cut_to_pairs(
     return _graphs_of(cones, old)
 
 
+def find_false_metadata(gm: fx.GraphModule, inputs_of: fx.GraphModule) -> str:
+    """Return the first node whose traced value has another shape or dtype than a run; "" for none.
+
+    Nodes without a traced value are not looked at. Strides are not compared: most passes leave
+    those of later nodes as they were.
+
+    Args:
+        inputs_of: a graph with the same inputs, whose metadata is true.
+
+    Raises:
+        Exception: the graph cannot run.
+    """
+    layouts = _Layouts(gm)
+    with random_states_kept(), torch.no_grad():
+        layouts.run(*draw_inputs(inputs_of, seed=0))
+    for node, (_, shape, _, dtype, *_) in layouts.of.items():
+        val = node.meta.get("val")
+        if isinstance(val, Tensor) and (tuple(val.shape), val.dtype) != (shape, dtype):
+            said = f"{list(val.shape)}, {val.dtype}"
+            return f'{node} is {list(shape)}, {dtype}; its meta["val"] is {said}'
+    return ""
+
+
 class _Layouts(fx.Interpreter):
     """A run of a graph that notes how each tensor lies in memory.
 

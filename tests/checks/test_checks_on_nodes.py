@@ -4,6 +4,7 @@ import pytest
 
 from pytest_gtrainer import assert_graph
 from pytest_gtrainer.checks import CheckError, CheckFailure
+from pytest_gtrainer.checks.arguments import _fits
 from pytest_gtrainer.graphtext import parse
 
 
@@ -258,3 +259,30 @@ def test_what_is_written_into_an_operand_is_among_its_sources(case):
 def test_what_is_written_elsewhere_is_not(case):
     gm = written(NOT[case])
     assert_graph(gm, "never mm from A.1\nstart\nthen mm from A.0")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "fits"),
+    [
+        ("mm", "aten.mm", True),
+        ("m*", "aten.mm", True),
+        ("aten.mm", "aten.mm", True),
+        ("aten.mm.*", "aten.mm", True),  # the overload "default" is left out
+        ("aten.mm.def*", "aten.mm", True),
+        ("aten.mm.default", "aten.mm", True),
+        ("aten.mm.out", "aten.mm", False),
+        ("aten.mm.*.*", "aten.mm", False),
+        ("aten.add", "aten.add.Tensor", True),
+        ("aten.add.default", "aten.add.Tensor", False),
+        ("aten.add.Tensor.*", "aten.add.Tensor", True),
+        ("aten.*", "aten.mm", True),
+        ("prims.*", "aten.mm", False),
+        ("module.leaf", "module.leaf.up", True),
+        ("module.leaf.*", "module.leaf.up", True),
+        ("module.leaf.*", "module.leaf", False),  # a module has no overloads
+        ("module.leaf.default", "module.leaf", False),
+    ],
+)
+def test_which_operators_a_pattern_names(pattern, path, fits):
+    parts = path.split(".")
+    assert _fits(pattern, parts, parts[1]) == fits

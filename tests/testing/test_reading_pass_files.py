@@ -241,6 +241,29 @@ def test_files_of_any_case_and_in_linked_folders_are_found(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("head", "world"),
+    [
+        (["# world: fake 8, rank 3"], {"size": 8, "mesh": {"fsdp": 8}, "rank": 3}),
+        (["# world: fake 4"], {"size": 4, "mesh": {"fsdp": 4}, "rank": 0}),
+        (
+            ["# world: fake, 8 ranks, rank 7", "# mesh: fsdp=4, ep=2"],
+            {"size": 8, "mesh": {"fsdp": 4, "ep": 2}, "rank": 7},
+        ),
+        ([], None),
+        (["# world: fake 8, rank 8"], None),  # the test of the file reports it
+    ],
+    ids=["a rank", "the first", "the last of a mesh", "no world", "no such rank"],
+)
+def test_a_parameter_has_the_marker_of_its_files_world(tmp_path, head, world):
+    lines = ["# gtrainer graph v2", *head, "# passes: canonicalize_graph_pass", ""]
+    (tmp_path / "a.fxgraph").write_text("\n".join(lines))
+    (found,) = pass_files(tmp_path)
+    assert [(mark.name, mark.args, mark.kwargs) for mark in found.marks] == (
+        [("gt_world", ("fake",), world)] if world else []
+    )
+
+
 def test_the_kinds_of_checks_are_those_of_the_checker():
     """Pass files are read without torch, so the kinds stand in two places."""
     assert pass_file._KINDS_OF_CHECK == predicates.KINDS

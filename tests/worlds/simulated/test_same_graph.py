@@ -5,12 +5,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fixtures.training import llama3_training
 from pytest_gtrainer import annotate_module_fqns
 from pytest_gtrainer._torch.tracing import new_fake_mode
 from pytest_gtrainer.conformance.recipes import Recipe
+from pytest_gtrainer.graph.same_on_ranks import first_difference, node_lines
 from pytest_gtrainer.references.graph import GraphRun
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.simulated import DependsOnRank
@@ -249,3 +251,32 @@ def test_the_rank_in_torchs_buckets_is_no_difference(mode):
     check_same_on_all(*at_both_ends(trace, fsdp=4))
     with pytest.raises(DependsOnRank, match=r"aten\.slice\.Tensor"):
         check_same_on_all(*at_both_ends(lambda mesh: trace(mesh, shift=5), fsdp=4))
+
+
+def holding(constant):
+    """Return a graph that reads a constant."""
+    root, graph = torch.nn.Module(), fx.Graph()
+    root.constant = constant
+    graph.output((graph.get_attr("constant"),))
+    return fx.GraphModule(root, graph)
+
+
+@pytest.mark.parametrize("count", [1, 2, 100, 5_000])
+@pytest.mark.parametrize("place", [0, -1], ids=["first", "last"])
+def test_a_constant_of_another_rank_is_told_whichever_element_it_is(count, place):
+    """Of many numbers a rank keeps a digest, which is one of all of them."""
+    constants = torch.zeros(count), torch.zeros(count), torch.zeros(count)
+    constants[2][place] = 1
+    lines = {rank: list(node_lines(holding(each), rank, {})) for rank, each in enumerate(constants)}
+    assert max(len(line.text) for line in lines[0]) < 1_200
+    assert first_difference({rank: lines[rank] for rank in (0, 1)}) is None
+    found = first_difference(lines)
+    assert (found.rank, found.other, found.place) == (0, 2, 0)
+    assert first_difference({5: lines[2], 3: lines[0]}).other == 3
+
+
+def test_a_graph_that_ends_early_is_told():
+    one = node_lines(holding(torch.zeros(1)), 0, {})
+    found = first_difference({0: one, 1: []})
+    assert found.other_line.text == "nothing more"
+    assert found.place == 0

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from pytest_gtrainer import prove
+from pytest_gtrainer import meaning, prove
+from pytest_gtrainer.arithmetic.formulas import given_meaning
 from pytest_gtrainer.arithmetic.kernels import KERNELS
 
 F = torch.nn.functional
@@ -158,3 +159,28 @@ def test_a_fused_optimiser_is_the_same_function(name):
     assert proof.is_at_least("rounds elsewhere"), str(proof)
     other = steps_of(optimiser, foreach=False, **{**options, "weight_decay": 0.2})
     assert prove(fused, other, inputs=inputs).kind == "another function"
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)], ids=str)
+@pytest.mark.parametrize("operator", ["aten::digamma", "aten::digamma.default"])
+def test_meanings_end_in_any_order(order, operator):
+    """As fixtures and generators do; the last one that is left counts."""
+    blocks = []
+    for number in range(3):
+        blocks.append(meaning(operator, lambda x, number=number: number))
+        blocks[-1].__enter__()
+    left = [0, 1, 2]
+    for number in order:
+        assert given_meaning(aten.digamma.default)(X) == left[-1]
+        blocks[number].__exit__(None, None, None)
+        left.remove(number)
+    assert given_meaning(aten.digamma.default) is None
+
+
+@pytest.mark.parametrize("name", ["digamma", "aten::no_such", "aten::", "aten::digamma.no_such", 3])
+def test_a_meaning_of_no_operator_is_refused(name):
+    with (
+        pytest.raises(ValueError, match=f"there is no operator {name!r}"),
+        meaning(name, torch.sin),
+    ):
+        pass

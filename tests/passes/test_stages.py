@@ -22,6 +22,7 @@ from pytest_gtrainer import (
     trace_stage,
 )
 from pytest_gtrainer.graph.collectives import PlanError, group_of, kind_of, launches
+from pytest_gtrainer.graph.nodes import is_random
 from pytest_gtrainer.passes.stages import PARTS
 from pytest_gtrainer.tracing.model import ModelState, local
 
@@ -220,6 +221,36 @@ def test_what_changes_memory_is_of_the_forward_and_runs_for_every_microbatch(sta
         assert torch.equal(values[graphs.results[0]], eager(microbatch)), (
             "another microbatch has changed the memory"
         )
+
+
+class Drawing(nn.Module):
+    """Draws random numbers for its parameter, and for nothing else."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.draw = draw
+
+    def forward(self, x):
+        return x @ self.draw(self.weight)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda weight: nn.functional.dropout(weight, 0.5),
+        lambda weight: weight + torch.rand_like(weight),
+        lambda weight: weight * torch.bernoulli(weight.detach() / 2),
+    ],
+    ids=["dropout", "noise", "a mask by its numbers"],
+)
+def test_what_is_drawn_for_a_parameter_is_drawn_for_every_microbatch(draw):
+    """It is computed of parameters alone, and yet not once a step as gathers are."""
+    graphs = split_stage_graph(trace_stage(Drawing(draw), (torch.randn(2, 4),)).gm)
+    found = [
+        name for name, part in graphs.parts.items() if any(map(is_random, part.gm.graph.nodes))
+    ]
+    assert found == ["forward"]
 
 
 def test_a_stage_computes_what_autograd_does():

@@ -971,6 +971,24 @@ def test_rows_that_are_put_behind_others_are_refused():
             propagate(call, "cat", "layers.0", BATCH, set())
 
 
+@pytest.mark.parametrize(
+    ("repeats", "is_refused"),
+    [((1, 1), False), ((1, 3), False), ((1, 0), False), ((2, 1), True), ((0, 1), True)],
+    ids=str,
+)
+def test_rows_that_are_repeated_or_dropped_are_refused(repeats, is_refused):
+    """G3: a repeat of 0 leaves none of them."""
+    x = torch.ones(2, 3)
+    call = Call(
+        aten.repeat.default,
+        [Operand(x, Rows((0,))), list(repeats)],
+        {},
+        [(x.repeat(repeats), (0,))],
+    )
+    with pytest.raises(ChunkError, match="repeats") if is_refused else nullcontext():
+        propagate(call, "repeat", "layers.0", BATCH, set())
+
+
 NUMBERS = {
     "item of a mean": lambda x: x * x.mean().item(),
     "float of a sum": lambda x: x * float(x.sum()),

@@ -8,6 +8,7 @@ from torch import nn
 
 from pytest_gtrainer import assert_same_function, prove
 from pytest_gtrainer.arithmetic.field import Field
+from pytest_gtrainer.arithmetic.numbers import Numbers
 from pytest_gtrainer.proofs.in_numbers import (
     Difference,
     agreement,
@@ -382,3 +383,25 @@ def test_what_overflows_hides_no_lost_digits(first):
     exact = ({key: each.double() for key, each in own[1].items()},) * 2
     assert "the actual program alone loses digits of a" in lost_digits(own, exact)
     assert lost_digits(exact, exact) == ""
+
+
+@pytest.mark.parametrize("given", [POSITIVE, POSITIVE.where(MASK, 0), torch.zeros(4, 6)])
+def test_inputs_near_those_that_are_given_keep_their_sign(given):
+    """A root, or a logarithm, of what is never negative has a number in the first draw."""
+    drawn = given.clone()
+    Numbers(1).of_input("x", drawn)
+    assert float(drawn.min()) >= 0
+    assert not torch.equal(drawn, given)
+    negative = X.clone()
+    Numbers(1).of_input("x", negative)
+    assert torch.equal(negative < 0, X < 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_a_norm_without_eps_has_that_of_what_it_computes_in(dtype):
+    x = (X / 64).to(dtype)
+    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    proof = prove(
+        lambda x: F.rms_norm(x, (6,)), lambda x: F.rms_norm(x, (6,), eps=eps), inputs=(x,)
+    )
+    assert proof.kind == "identical", str(proof)

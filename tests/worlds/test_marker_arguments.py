@@ -1,9 +1,11 @@
 """What the arguments of a ``gt_world`` marker may be: each bound from both sides."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
+from pytest_gtrainer.marker import spec_of, valid_spec_of
 from pytest_gtrainer.worlds.spec import SpecError, make_spec
 
 REFUSED = [
@@ -61,3 +63,38 @@ def test_a_simulated_world_is_on_the_cpu():
     assert make_spec("ranks", device="cuda").device == "cuda"
     with pytest.raises(SpecError, match="a simulated world adds on the CPU"):
         make_spec("simulated", device="cuda")
+
+
+def marked(*marks, size=None, above=()):
+    """A test with these markers, in a module with those ``above``."""
+    module = SimpleNamespace(own_markers=[mark.mark for mark in above], parent=None)
+    found = SimpleNamespace(own_markers=[mark.mark for mark in marks], parent=module)
+    if size is not None:
+        found.callspec = SimpleNamespace(params={"gt_world_size": size})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mark", "words"),
+    [
+        (pytest.mark.gt_world("fake", kind="ranks"), "gt_world got its kind twice"),
+        (pytest.mark.gt_world("fake", kind="fake"), "gt_world got its kind twice"),
+        (pytest.mark.gt_world("fake", 8), r"one positional argument, the kind; not 2: \('fake', 8"),
+        (pytest.mark.gt_world("fake", size=0), "size is a whole number, 1 or more; not 0"),
+    ],
+    ids=str,
+)
+def test_a_marker_that_says_two_things_is_told(mark, words):
+    with pytest.raises(SpecError, match=words):
+        spec_of(marked(mark))
+    assert valid_spec_of(marked(mark)) is None
+
+
+def test_the_nearest_marker_and_the_parametrised_size_count():
+    near, far = pytest.mark.gt_world("fake", size=2), pytest.mark.gt_world("ranks", size=4)
+    other = pytest.mark.skip
+    assert spec_of(marked(near, above=[far])).kind == "fake"
+    assert spec_of(marked(other, above=[other, far])).size == 4
+    assert spec_of(marked(other)) is None
+    assert spec_of(marked(pytest.mark.gt_world(kind="fake", size=3))).size == 3
+    assert spec_of(marked(pytest.mark.gt_world("fake", size=[1, 5]), size=5)).size == 5

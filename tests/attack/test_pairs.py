@@ -366,3 +366,15 @@ def test_what_a_node_with_a_fixed_place_reads_may_be_a_pair(reader):
         gone.replace_all_uses_with(gone.args[0])
         after.graph.erase_node(gone)
         assert is_equal_by_pairs(after, before) is is_right
+
+
+def test_memory_that_nobody_reads_may_go():
+    """A pass that removes dead code leaves it out; what somebody reads is another one each time."""
+    exp, unread = "exp: f32[2, 3] = aten.exp(I.x)", "empty_like: f32[2, 3] = aten.empty_like(I.x)"
+    before = parse(unread, exp, results=["fwd._.exp"])
+    after = parse(exp, results=["fwd._.exp"])
+    assert cut_to_pairs(after, before) is None
+    assert cut_to_pairs(before, after) is None
+    read = parse(unread, exp, results=["fwd._.exp", "fwd._.empty_like"])
+    with pytest.raises(CannotCut, match="output is another one"):
+        cut_to_pairs(after, read)

@@ -23,6 +23,7 @@ from pytest_gtrainer import (
     trace_step,
 )
 from pytest_gtrainer._torch.chunking import symbols_of
+from pytest_gtrainer.passes.chunking import twins
 from pytest_gtrainer.tracing.step import FixedExtentError
 
 aten = torch.ops.aten
@@ -263,3 +264,21 @@ def test_extents_that_a_step_fixes(use, message):
 
     with pytest.raises(FixedExtentError, match=message):
         symbolic(net(Fixing)(), strict("layers.*"), torch.randint(0, 40, (2, 6, 8)).unbind(0))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "others", "differ"),
+    [([2, 2], [2, 2], False), ([2, 2], [1, 1], True), ([2, 2], [2], True), ([2], [2, 2], True)],
+    ids=str,
+)
+def test_nodes_differ_in_the_numbers_that_they_read_and_in_how_many(sizes, others, differ):
+    """A split along the chunk dimension has as many sizes as its extent gives."""
+    sides = []
+    for own in (sizes, others):
+        graph = fx.Graph()
+        split = graph.call_function(
+            torch.ops.aten.split_with_sizes.default, (graph.placeholder("x"), own)
+        )
+        graph.output((split,))
+        sides += [fx.GraphModule(nn.Module(), graph), split]
+    assert twins._differ(*sides) == differ

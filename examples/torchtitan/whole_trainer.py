@@ -5,10 +5,14 @@ from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from cpu_device import ANSWERS
 from debug_models import on_cpu
-from torchtitan.config import ConfigManager
+from ring_attention import HANDLERS
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental._context_parallel import _attention
+from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.experiments.graph_trainer import trainer as graph_trainer
 from torchtitan.experiments.graph_trainer.graph_pp import graph_builder, pipeline
@@ -81,6 +85,105 @@ def trainer_of(config):
             yield trainer
         finally:
             trainer.close()
+
+
+def all_to_all_of_lists(outputs, inputs, group=None):
+    """Exchange rows of different numbers: gloo's own all-to-all of lists takes equal ones only."""
+    counts = [len(each) for each in outputs]
+    received = torch.cat(inputs).new_empty(sum(counts), *inputs[0].shape[1:])
+    sent = [len(each) for each in inputs]
+    dist.all_to_all_single(received, torch.cat(inputs), counts, sent, group)
+    for output, part in zip(outputs, received.split(counts), strict=True):
+        output.copy_(part)
+
+
+def with_copies_for_offloads(apply_passes):
+    """Return passes behind which an offload is a copy: the operators use streams of a GPU."""
+    operators = torch.ops.ao
+    copies = (operators.offload.default, operators.reload.default, operators.wait_tensor.default)
+
+    def apply(*args, **options):
+        gm = apply_passes(*args, **options)
+        for node in gm.graph.nodes:
+            if node.target in copies:
+                node.target = torch.ops.aten.clone.default
+                node.args, node.kwargs = node.args[:1], {}
+        gm.recompile()
+        return gm
+
+    return apply
+
+
+@contextmanager
+def in_float64():
+    """Let training compute in float64 on gloo ranks.
+
+    On a CPU, eager training and the graph add in another order, so last bits of float32 differ. What
+    differs between float64 numbers that are rounded to float32 is no matter of order.
+    """
+    passes = with_copies_for_offloads(graph_trainer.apply_graph_passes)
+    with (
+        mock.patch.dict(TORCH_DTYPE_MAP, float32=torch.float64),
+        mock.patch.object(dist, "all_to_all", all_to_all_of_lists),
+        mock.patch.dict(_attention.custom_ops, HANDLERS),
+        mock.patch.object(graph_trainer, "apply_graph_passes", passes),
+        # A trace of chunks would compare strides, and so ask whether one of unknown size has one row.
+        torch.autograd.enforce_grad_layout_policy(False),
+    ):
+        yield
+
+
+def train(config, steps=2):
+    """Train some steps; return losses, clipped gradients and weights by name."""
+    seen = {}
+    losses = []
+    with trainer_of(config) as trainer:
+        step_of_trainer = trainer.forward_backward_step
+
+        def noted(**batch):
+            loss = step_of_trainer(**batch)
+            losses.append(loss.detach().clone())
+            return loss
+
+        trainer.forward_backward_step = noted
+        batches = trainer.batch_generator(trainer.dataloader)
+        for step in range(steps):
+            trainer.step += 1
+            trainer.train_step(batches)
+            seen[f"step {step} loss"] = losses[-1]
+            for name, parameter in named_parameters(trainer):
+                seen[f"step {step} gradient {name}"] = parameter.grad.detach().clone()
+        for name, parameter in named_parameters(trainer):
+            seen[f"weight {name}"] = parameter.detach().clone()
+        return of_all_stages(trainer.parallel_dims, seen)
+
+
+def of_all_stages(dims, seen):
+    """Return what all stages of a pipeline have seen: schedules place stages on other ranks."""
+    if not dims.pp_enabled:
+        return seen
+    mesh = dims.get_mesh("pp")
+    own = {name: as_local(tensor) for name, tensor in seen.items()}
+    stages = [None] * mesh.size()
+    dist.all_gather_object(stages, own, group=mesh.get_group())
+    together = {}
+    for stage in stages:
+        for name, tensor in stage.items():
+            # A rank without the last stage has a loss of -1.
+            together[name] = torch.maximum(tensor, together.get(name, tensor))
+    return dict(sorted(together.items()))
+
+
+def as_local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def named_parameters(trainer):
+    """Yield the parameters that the step has a gradient of, by the names of the plain model."""
+    for part in trainer.model_parts:
+        for name, parameter in part.named_parameters():
+            if parameter.grad is not None:
+                yield name.replace("_checkpoint_wrapped_module.", ""), parameter
 
 
 class Traced(Exception):

@@ -9,18 +9,11 @@ import pytest
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test-torchtitan")
 
 import torch
-from torchtitan.experiments.graph_trainer.tests import integration_tests
+from flavours import FLAVOURS, line_of
 from whole_trainer import config_of, traced_stages, traced_step
 
 from pytest_gtrainer import graphtext
 
-DEFINED = [
-    *integration_tests.build_graph_trainer_test_list(),
-    *integration_tests.build_graph_trainer_h100_test_list(),
-    *integration_tests.build_graph_trainer_autoparallel_test_list(),
-    *integration_tests.build_graph_trainer_autoparallel_h100_test_list(),
-]
-FLAVOURS = {flavour.test_name: flavour for flavour in DEFINED}
 # What has no golden, and why: by a part of the command line.
 BLOCKED = {
     "--compile.mode jit": "torchtitan switched its jit mode off (#2149)",
@@ -37,7 +30,7 @@ LARGER = {
 def params():
     for name, flavour in FLAVOURS.items():
         marks = [pytest.mark.gt_world("fake", size=flavour.ngpu)]
-        (line, *_) = flavour.override_args
+        line = line_of(name)
         for part, reason in BLOCKED.items():
             if part in line:
                 marks.append(pytest.mark.skip(reason=reason))

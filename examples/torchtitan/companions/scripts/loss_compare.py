@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,24 +22,10 @@ EXAMPLE = Path(__file__).parents[2]
 TB_LOSS_TAG = "loss_metrics/global_avg_loss"
 LAYERS = 2
 METRICS = ("--metrics.enable_tensorboard", "--metrics.log_freq", "1")
-# On a CPU, eager training and the graph add in another order, so last bits of float32 differ. Losses
-# are written in float32: what differs there still is no matter of order.
-DOUBLE = {"float32": torch.float64}
-
-
-def _all_to_all(outputs, inputs, group=None):
-    """Exchange rows of different numbers: gloo's own all-to-all of lists takes equal ones only."""
-    counts = [len(each) for each in outputs]
-    received = torch.cat(inputs).new_empty(sum(counts), *inputs[0].shape[1:])
-    sent = [len(each) for each in inputs]
-    dist.all_to_all_single(received, torch.cat(inputs), counts, sent, group)
-    for output, part in zip(outputs, received.split(counts), strict=True):
-        output.copy_(part)
 
 
 def _rank_main(rank, size, line, folder, more):
-    from torchtitan.config import TORCH_DTYPE_MAP
-    from whole_trainer import config_of, trainer_of
+    from whole_trainer import config_of, in_float64, trainer_of
 
     torch.set_num_threads(1)
     os.chdir(EXAMPLE)  # where tests/assets is
@@ -53,11 +38,8 @@ def _rank_main(rank, size, line, folder, more):
         # Gathered in another dtype, experts' weights would not be cast: tests/test_faults.py.
         config.training.mixed_precision_param = "bfloat16"
     with (
-        mock.patch.dict(TORCH_DTYPE_MAP, DOUBLE),
-        mock.patch.object(dist, "all_to_all", _all_to_all),
+        in_float64(),
         dense_flex_attention(),
-        # A trace of chunks would compare strides, and so ask whether one of unknown size has one row.
-        torch.autograd.enforce_grad_layout_policy(not experts),
         trainer_of(config) as trainer,
     ):
         if config.checkpoint.create_seed_checkpoint:

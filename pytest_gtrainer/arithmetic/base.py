@@ -94,7 +94,8 @@ class Arithmetic(ABC):
         finite: operators that ask whether elements are infinite or NaN: no abstract one is.
         never_equal: operators that ask whether elements are equal: they never are by chance.
         branches: by place in the program's code, numbers that it read of what was compared.
-        asked: by such a place, the last answer, and how often it has come one after the other.
+        asked: by such a place, the last answer, how often it has come one after the other, and when
+            it came first, in CPU seconds of this process.
         exponentials: how often ``exp`` or ``log`` was computed as an unknown function.
         masks: exp was taken of a number that a mask of a large negative number was added to.
         lowest: such a number was compared with others.
@@ -125,7 +126,7 @@ class Arithmetic(ABC):
         self.empty: dict[str, bool] = {}
         self.empty_inputs: list[str] = []
         self.branches: dict[str, set[str]] = {}
-        self.asked: dict[str, tuple[str, int]] = {}
+        self.asked: dict[str, tuple[str, int, float]] = {}
         self.bias = self.sign = 0
         self.stabilises = False  # a largest number is sought that changes nothing
         self.masks = self.lowest = self.roots = self.has_many_limits = self.has_digits = False

@@ -8,6 +8,7 @@ A number that the program asks for (``item``) is the real one, and counted.
 """
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -682,7 +683,9 @@ class CountReads(TorchFunctionMode):
 
 
 _MOST_ANSWERS = 1000
-"""Equal answers at one line, one after the other, of a loop that ends. Elements have no size."""
+_MOST_SECONDS = 10.0
+"""Equal answers at one line, one after the other, and the CPU time that they take, of a loop that
+ends. Elements have no size. A long loop that asks of many elements exceeds the first alone."""
 
 
 def note_branch(arithmetic: Arithmetic, number: Any, asks: str = "") -> None:
@@ -699,13 +702,16 @@ def note_branch(arithmetic: Arithmetic, number: Any, asks: str = "") -> None:
     arithmetic.branches.setdefault(where, set()).add(str(number))
     if asks:
         return
-    last, times = arithmetic.asked.get(where, ("", 0))
-    times = times + 1 if last == str(number) else 1
-    arithmetic.asked[where] = str(number), times
-    if times > _MOST_ANSWERS:
+    last, times, begun = arithmetic.asked.get(where, ("", 0, 0.0))
+    if last != str(number):
+        times, begun = 0, time.process_time()
+    arithmetic.asked[where] = str(number), times + 1, begun
+    # The clock is read seldom: most lines ask a few times.
+    if times >= _MOST_ANSWERS and time.process_time() - begun > _MOST_SECONDS:
         raise NoMeaning(
-            f"{where} reads the same answer more than {_MOST_ANSWERS:,} times: the end of a loop "
-            "depends on numbers, which elements do not have, or it is long: give it fewer rounds"
+            f"{where} reads the same answer more than {_MOST_ANSWERS:,} times, for "
+            f"{_MOST_SECONDS:g} CPU seconds: the end of a loop depends on numbers, which elements "
+            "do not have, or it is long: give it fewer rounds"
         )
 
 

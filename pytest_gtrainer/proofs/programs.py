@@ -520,6 +520,8 @@ class FunctionProgram(Program):
         for tensor in captured.values():
             left.put_back.callback(_restorer(tensor))
         left.put_back.callback(contents_of(self.function))
+        left.put_back.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+        left.put_back.callback(torch.set_default_dtype, torch.get_default_dtype())
         outputs = self._called(mode, function, given)
         check_outputs(outputs)
         for name, number in python_values(function, given).items():

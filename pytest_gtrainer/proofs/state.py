@@ -83,7 +83,9 @@ def python_values(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
     """Return the Python values of a call that it may change, each as a known tensor.
 
     These are values in lists and dicts, and of modules: which submodules are in training mode,
-    which parameters require a gradient, and numbers that are plain attributes, such as counters.
+    which parameters require a gradient, numbers that are plain attributes, such as counters, and
+    hooks and functions of a module's own. Of tensors they are hooks, attributes, and of inputs
+    whether they require a gradient. Of hooks and functions the code counts, not what it holds.
     """
     modes: list[bool] = []
     trainable: list[bool] = []
@@ -91,9 +93,17 @@ def python_values(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
     for place, value in enumerate(inputs):
         if isinstance(value, list | tuple | dict):
             found[f"input {place}"] = _digest(value)
-    for _, prefix, leaf in _leaves(function, inputs):
+    for where, prefix, leaf in _leaves(function, inputs):
+        if isinstance(leaf, Tensor):
+            found[f"hooks and attributes of {where}"] = _digest(
+                [leaf.requires_grad, _beside_numbers(leaf)]
+            )
         if not isinstance(leaf, nn.Module):
             continue
+        functions = {path: _functions_in(part) for path, part in leaf.named_modules()}
+        beside = {name: _beside_numbers(each) for name, each in leaf.named_parameters()}
+        of_parts = {name: each for name, each in (functions | beside).items() if each}
+        found[f"hooks and attributes of {where}"] = _digest(of_parts)
         trainable += [parameter.requires_grad for parameter in leaf.parameters()]
         for path, part in leaf.named_modules(prefix=prefix.removesuffix(".")):
             modes.append(part.training)
@@ -104,9 +114,47 @@ def python_values(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
                 if name not in _OF_EVERY_MODULE and is_number:
                     whole = f"{path}.{name}" if path else name
                     found[f"attribute {whole}"] = _digest(value)
+    settings = [torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")]
+    found["modes of torch"] = _digest([*settings, str(torch.get_default_dtype())])
     found["training modes"] = torch.tensor(modes, dtype=torch.bool)
     found["parameters that require a gradient"] = torch.tensor(trainable, dtype=torch.bool)
     return found
+
+
+def _beside_numbers(tensor: Tensor) -> list[Any]:
+    """Return the hooks and attributes that a user has given to a tensor."""
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return []  # others keep their own parts in attributes
+    found: list[Any] = list(_functions_in(tensor))
+    for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks):
+        found += map(_code_of, (hooks or {}).values())
+    for name, value in vars(tensor).items():
+        if not callable(value):
+            found.append({name: value})
+    return found
+
+
+def _functions_in(holder: nn.Module | Tensor) -> list[str]:
+    """Return the code of the functions that are attributes of an object, and of its hooks."""
+    found = []
+    for name, value in vars(holder).items():
+        functions = [value]
+        if name.endswith(("_hooks", "_pre_hooks")) and isinstance(value, dict):
+            functions = list(value.values())
+        elif isinstance(value, nn.Module):
+            continue
+        found += [f"{name} {_code_of(each)}" for each in functions if callable(each)]
+    return found
+
+
+def _code_of(function: Any) -> str:
+    """Return the code of a function as a text, or the name of another object that is called."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if code is None:
+        return f"{type(function).__module__}.{type(function).__qualname__}"
+    return f"{code.co_code.hex()} {code.co_names} {code.co_consts[:1]}"
 
 
 def _digest(value: Any) -> Tensor:

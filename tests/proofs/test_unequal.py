@@ -446,6 +446,10 @@ def leave(write):
     return call
 
 
+def nothing(*_):
+    return None
+
+
 WRITES = {
     "a number of a list": lambda held, module: held["list"].__setitem__(0, 3),
     "the last of a list": lambda held, module: held["list"].__setitem__(-1, -0.0),
@@ -458,6 +462,12 @@ WRITES = {
     "a key less": lambda held, module: held.pop("text"),
     "a list of a module": lambda held, module: module.kept.append(1),
     "a parameter that is frozen": lambda held, module: module.bias.requires_grad_(False),
+    "a hook": lambda held, module: module.register_forward_hook(nothing),
+    "a hook of a backward": lambda held, module: module.register_full_backward_hook(nothing),
+    "a function of its own": lambda held, module: setattr(module, "helper", nothing),
+    "an attribute of a parameter": lambda held, module: setattr(module.weight, "tag", "a"),
+    "no gradients any more": lambda held, module: torch.set_grad_enabled(False),
+    "another dtype by default": lambda held, module: torch.set_default_dtype(torch.float64),
 }
 
 
@@ -470,6 +480,34 @@ def test_python_values_that_a_call_leaves_are_results(write):
     assert kind_of(writes, writes, *inputs)[0] == "identical"
     assert kind_of(writes, reads, *inputs)[0] == "another function"
     assert kind_of(reads, writes, *inputs)[0] == "another function"
+
+
+LEFT_ON_TENSORS = {
+    "requires_grad": lambda x: x.requires_grad_(),
+    "a hook": lambda x: x.requires_grad_().register_hook(nothing),
+    "an attribute": lambda x: setattr(x, "tag", 3),
+    "a list of an attribute": lambda x: x.kept.append(3),
+    "an attribute less": lambda x: delattr(x, "kept"),
+    "a function": lambda x: setattr(x, "tag", nothing),
+}
+
+
+@pytest.mark.parametrize("left", LEFT_ON_TENSORS)
+def test_what_a_call_leaves_on_an_input_is_a_result(left):
+    def leaves(x):
+        LEFT_ON_TENSORS[left](x)
+        return x.detach() * 2
+
+    x = X.clone()
+    x.kept = [1]
+    plain = lambda x: x.detach() * 2  # noqa: E731
+    assert kind_of(leaves, leaves, x)[0] == "identical"
+    kind, text = kind_of(leaves, plain, x)
+    assert kind == "another function"
+    assert "hooks and attributes of input 0 afterwards" in text
+    assert kind_of(plain, leaves, x)[0] == "another function"
+    assert x.kept == [1]
+    assert not x.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -1009,12 +1047,17 @@ def root(x):
 @pytest.mark.parametrize("loop", [halved, root])
 def test_a_loop_that_only_numbers_end_is_unknown(loop, monkeypatch):
     monkeypatch.setattr(mode, "_MOST_ANSWERS", 100)
+    monkeypatch.setattr(mode, "_MOST_SECONDS", 0.0)
     kind, text = kind_of(loop, lambda x: loop(x), Y.abs())
     assert kind == "unknown", text
     assert "the end of a loop depends on numbers" in text
 
 
-def test_a_loop_that_asks_of_many_elements_ends():
+@pytest.mark.parametrize("most", [1000, 5])
+def test_a_loop_that_asks_of_many_elements_ends(most, monkeypatch):
+    """Also if it gets more equal answers than an endless one has to: it takes no time."""
+    monkeypatch.setattr(mode, "_MOST_ANSWERS", most)
+
     def count(x):
         total = 0
         for each in x.unbind():

@@ -80,6 +80,7 @@ def test_a_proof_names_what_has_no_elements(case):
         proof = assert_same_function(actual, expected, inputs=inputs)
     assumed = [fact["what"] for fact in seen if fact["kind"] == "assumed"]
     assert list(proof.unchecked) == assumed
+    assert {type(each) for each in assumed} == {str}
     for words in says:
         assert any(words in each for each in assumed), str(proof)
 

@@ -95,6 +95,12 @@ def method_of_hook(tensor: torch.Tensor) -> str:
     return "register_post_accumulate_grad_hook" if tensor._post_accumulate_grad_hooks else ""
 
 
+def hooks_of(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    """Return the hooks that Python code has registered on a tensor."""
+    registered = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    return [hook for hooks in registered for hook in (hooks or {}).values()]
+
+
 def dispatch_below(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Hand a call on from the ``__torch_dispatch__`` of a mode to the mode below, unchanged."""
     # The tables of a DeviceMesh are read with all other modes off.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_gtrainer._torch.arithmetic import is_compiled
-from pytest_gtrainer._torch.autograd import method_of_hook
+from pytest_gtrainer._torch.autograd import hooks_of, method_of_hook
 from pytest_gtrainer._torch.values import buffers_of, parameters_of, pytree
 from pytest_gtrainer.numerics.compare import compare
 from pytest_gtrainer.numerics.graph_run import has_storage, spell_values
@@ -126,8 +126,7 @@ def _beside_numbers(tensor: Tensor) -> list[Any]:
     if type(tensor) not in (Tensor, nn.Parameter):
         return []  # others keep their own parts in attributes
     found: list[Any] = list(_functions_in(tensor))
-    for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks):
-        found += map(_code_of, (hooks or {}).values())
+    found += map(_code_of, hooks_of(tensor))
     for name, value in vars(tensor).items():
         if not callable(value):
             found.append({name: value})

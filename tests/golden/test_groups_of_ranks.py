@@ -25,6 +25,7 @@ def claims(*of_symbols: tuple[str, list[object]], indent: str = "") -> dict[int,
 
 
 ALL = ("dp", ["range(0, 4)"] * 4)
+ALL_OF_SIX = ("dp", ["range(0, 6)"] * 6)
 PAIRS = ("tp", ["range(0, 2)", "range(0, 2)", "range(2, 4)", "range(2, 4)"])
 STRIDED = ("dp", ["range(0, 4, 2)", "range(1, 5, 2)", "range(0, 4, 2)", "range(1, 5, 2)"])
 WRONG = {
@@ -127,6 +128,18 @@ def test_a_golden_with_other_groups_differs():
         "the golden has those that follow from the first rank's group, obtained tp = [0, 1] "
         "[2, 4] [3, 5]" in (judge("graph", found, straight).reasons)
     )
+
+
+def test_every_group_that_the_first_rank_does_not_tell_is_in_the_header():
+    """The second as well as the first, in the order of the text."""
+    pairs = "[0, 1]", "[0, 1]", *["[2, 4]", "[3, 5]"] * 2
+    triples = "[0, 2, 3]", "[1, 4, 5]", "[0, 2, 3]", "[0, 2, 3]", "[1, 4, 5]", "[1, 4, 5]"
+    text = with_groups_of_all_ranks(claims(("tp", pairs), ALL_OF_SIX, ("ep", triples))).text
+    assert header.read(text)["groups"] == "tp = [0, 1] [2, 4] [3, 5]; ep = [0, 2, 3] [1, 4, 5]"
+    other = with_groups_of_all_ranks(claims(("tp", pairs), ALL_OF_SIX, ("ep", pairs))).text
+    said = judge("graph", text, other).reasons
+    assert "ep = [0, 2, 3] [1, 4, 5], obtained" in said
+    assert said.endswith("ep = [0, 1] [2, 4] [3, 5]")
 
 
 RANKS = """

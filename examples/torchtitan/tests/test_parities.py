@@ -81,7 +81,6 @@ SAME_GRAPH = {
 }
 # Nobody has run these to their end, on a busy machine: what they would say is not known.
 NOT_RUN = {
-    "aot_fx_trace_llama3_fsdp_tp_sac_and_offload",
     "aot_fx_trace_deepseek_v3_flexattn_regional_inductor_ep_overlap_transformer_batch",
     "aot_fx_trace_deepseek_v3_graph_pp_interleaved_1f1b_full_inductor",
     "aot_fx_trace_deepseek_v3_graph_pp_zbv_zero_bubble_full_inductor",

@@ -1,9 +1,12 @@
 """Which failure of several ``gt_ranks.run`` raises, and what it says beside: all in one process."""
 
+import pickle
 import re
+from types import SimpleNamespace
 
 import pytest
 
+from pytest_gtrainer import devices
 from pytest_gtrainer.ranks import caller, wire
 from pytest_gtrainer.ranks.caller import RankError
 from pytest_gtrainer.ranks.watch import Incident, RanksOutcome
@@ -79,3 +82,31 @@ def test_what_no_other_process_could_import_is_refused_by_name():
             caller._payload(function, ())
     with pytest.raises(TypeError, match=r"inner or its arguments cannot be sent to another proc"):
         caller._payload(inner, (local,))
+
+
+@pytest.fixture
+def run_on(request):
+    """Run a function on ranks of which each returns its number."""
+
+    def run(**given):
+        def answer(size, *_):
+            done = [wire.CallDone(pickle.dumps(n), None, "", (), (), STATE) for n in range(size)]
+            return RanksOutcome(size, dict(enumerate(done)))
+
+        made = caller.RankCaller.__new__(caller.RankCaller)
+        made._item, made._config = request.node, request.config
+        made._plugin = SimpleNamespace(pool=SimpleNamespace(run=answer))
+        return made.run(inner, **given)
+
+    return run
+
+
+def test_so_many_ranks_run_as_are_asked_for_and_all_by_default(run_on, request):
+    slots = devices.resolve(request.config).slots
+    assert run_on() == run_on(size=slots) == [*range(slots)]
+    assert run_on(size=1) == [0]
+    with pytest.raises(pytest.skip.Exception, match=f"{slots + 1} ranks"):
+        run_on(size=slots + 1)
+    for size in (0, -1, True, 2.0, "2"):
+        with pytest.raises(ValueError, match=f"size is a whole number, 1 or more; not {size!r}"):
+            run_on(size=size)

@@ -160,6 +160,18 @@ def test_modules_of_the_working_tree_are_imported_from_it_here_and_from_the_work
     )
 
 
+@pytest.mark.parametrize("place", [".", "src", "sub", "sub/src"])
+def test_a_package_of_the_repository_or_of_the_root_is_the_working_trees(tmp_path, place):
+    """Tests may have their root below the top of the repository, and the package beside it."""
+    top = (tmp_path / "repo").resolve()
+    (top / place / "own").mkdir(parents=True)
+    (top / place / "own/__init__.py").write_text("")
+    made = found(top=top, root=top / "sub")
+    said = made._mixed({"own": "/lib/x"}, {"own": "/tree"}, Path("/tree"))
+    assert said.startswith("here, own was imported from /lib/x, an installed copy")
+    assert made._mixed({"other": "/lib/x"}, {"other": "/tree"}, Path("/tree")) is None
+
+
 def test_facts_of_imports_are_one_table():
     facts = [{"kind": "imported", "modules": {"a": "1", "b": "1"}}, {"kind": "pass"}]
     facts.append({"kind": "imported", "modules": {"b": "2"}})

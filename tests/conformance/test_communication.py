@@ -1,12 +1,20 @@
 """What two graphs have to send alike: reductions by kind, dtype, elements and ranks, and bytes."""
 
+import re
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import fx
 
-from pytest_gtrainer.conformance.rules import _communicate_as_much, _communication, _sent
+from pytest_gtrainer.conformance.rules import (
+    _communicate_as_much,
+    _communication,
+    _sent,
+    is_same_on_ranks,
+)
 
 pytestmark = pytest.mark.gt_world("fake", mesh={"dp": 2, "tp": 2})
 c10d = torch.ops._c10d_functional
@@ -76,3 +84,40 @@ def test_what_is_gathered_twice_may_be_gathered_once_and_not_the_other_way(graph
     with pytest.raises(AssertionError, match="32 bytes before the pass, 64 behind it"):
         compared(once, twice)
     compared(once, graph(GATHERS, torch.bfloat16))
+
+
+@dataclass(frozen=True)
+class OnEachRank:
+    """A pass of which rank 3 has another result."""
+
+    recipe: SimpleNamespace
+    odd: tuple
+
+    @property
+    def before(self):
+        return self.of(REDUCES)
+
+    @property
+    def after(self):
+        return self.of(self.odd if dist.get_rank() == 3 else REDUCES)
+
+    def of(self, call):
+        graph, (target, *args) = fx.Graph(), call
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.empty(8)
+        launch = graph.call_function(target, (x, *args, dist.group.WORLD.group_name))
+        launch.meta["val"] = torch.empty(8)
+        graph.output((x,))
+        return fx.GraphModule(torch.nn.Module(), graph)
+
+
+@pytest.mark.gt_world("fake", size=4, rank=1)
+def test_what_ranks_launch_otherwise_is_told_of_each(gt_world):
+    recipe = SimpleNamespace(mesh={"dp": 4}, size=4)
+    is_same_on_ranks(OnEachRank(recipe, REDUCES))
+    words = re.escape(
+        "rank 3 launches broadcast of torch.float32[8] where rank 1 launches all_reduce of "
+        "torch.float32[8]"
+    )
+    with pytest.raises(AssertionError, match=words):
+        is_same_on_ranks(OnEachRank(recipe, (c10d.broadcast.default, 0)))

@@ -424,6 +424,26 @@ def test_a_counter_of_a_module_is_state():
     assert kind_of(lambda m, x: m(x), lambda m, x: x + 1, module, X)[0] == "another function"
 
 
+@pytest.mark.parametrize("start", [0, 0.0, (0,), [0.5], {"a": 0}], ids=str)
+def test_a_number_that_a_module_holds_is_state_in_any_form(start):
+    class Holding(nn.Module):
+        def __init__(self, changes):
+            super().__init__()
+            self.held, self.changes = start, changes
+
+        def forward(self, x):
+            if self.changes:
+                self.held = {**self.held, "a": 1} if isinstance(start, dict) else start + start
+                if isinstance(start, int | float):
+                    self.held = start + 0.5
+            return x + 1
+
+    assert kind_of(Holding(True), Holding(True), X)[0] == "identical"
+    kind, text = kind_of(Holding(True), Holding(False), X)
+    assert kind == "another function", text
+    assert "attribute held afterwards" in text
+
+
 def test_counters_of_two_modules_are_two():
     def count(by):
         def call(first, second, x):

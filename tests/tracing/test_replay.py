@@ -13,6 +13,7 @@ from pytest_gtrainer import (
     trace_step,
 )
 from pytest_gtrainer.numerics.operators import OperatorCapture
+from pytest_gtrainer.tracing.step import _describe
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
 from pytest_gtrainer.worlds.spec import make_spec
 
@@ -244,3 +245,22 @@ def test_results_of_a_step_that_raises_leave_its_buffer_alone(net, inputs, train
         traced.results(net, *inputs)
     assert_bitwise_equal(dict(net.state_dict()), before)
     assert torch.get_rng_state().equal(random_state)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.empty(2, 3), "float32[2, 3]"),
+        (torch.empty(2, 3, dtype=torch.int8), "int8[2, 3]"),
+        (torch.empty(3, 2).t(), "float32[2, 3] with strides [1, 2]"),
+        (torch.empty(2, 3, device="meta"), "float32[2, 3] on meta"),
+        (torch.empty(3, 2, device="meta").t(), "float32[2, 3] with strides [1, 2] on meta"),
+        (torch.eye(2).to_sparse(), "float32[2, 2] of layout torch.sparse_coo"),
+        (3, "3"),
+        ("a", "'a'"),
+    ],
+    ids=["plain", "dtype", "strides", "device", "strides there", "sparse", "number", "text"],
+)
+def test_what_a_graph_bakes_in_of_an_input(value, words):
+    """Another dtype, shape, device or order in memory is another input."""
+    assert _describe(value) == words

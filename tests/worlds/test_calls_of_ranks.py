@@ -1,6 +1,7 @@
 """What is said of ranks by their last calls: which differ, who waits for ever, and for whom."""
 
 import json
+import sys
 
 import pytest
 
@@ -8,8 +9,10 @@ from pytest_gtrainer.ranks.answers import (
     Call,
     called_by_some,
     differing_call,
+    main_thread,
     never_ending,
     read_calls,
+    stacks_text,
 )
 
 WORLD = "all ranks"
@@ -96,3 +99,15 @@ def test_a_rank_that_has_not_answered_to_the_end_is_missing():
     assert list(found) == [0]
     assert found[0]["0"].calls == {1: Call("all_reduce", "float32", [4], 4, "t.py:1", True)}
     assert str(Call("barrier", "", [], 0, "t.py:1", True)) == "barrier at t.py:1"
+
+
+@pytest.mark.parametrize("main", [1, 2, 7])
+def test_the_stack_of_the_main_thread_comes_first(main):
+    """Whatever its number; that of the thread that answers is left out."""
+    frame = sys._getframe()
+    text = stacks_text(dict.fromkeys((1, 2, 5, 7), frame), main, own=5)
+    heads = [part.partition("\n")[0] for part in text.split("\n\n")]
+    assert heads == ["Stack (most recent call first):", "Another thread:", "Another thread:"]
+    first = main_thread(text).splitlines()[1]
+    assert first.startswith(f'  File "{__file__}", line ')
+    assert first.endswith(f" in {frame.f_code.co_name}")

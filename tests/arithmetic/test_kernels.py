@@ -184,3 +184,66 @@ def test_a_meaning_of_no_operator_is_refused(name):
         meaning(name, torch.sin),
     ):
         pass
+
+
+def sgd(grad_scale, writes_back):
+    """Return a step of SGD by the fused kernel, or by hand if ``writes_back`` says how."""
+
+    def fused(param, grad):
+        options = {
+            "weight_decay": 0.0,
+            "momentum": 0.0,
+            "lr": 0.5,
+            "dampening": 0.0,
+            "nesterov": False,
+        }
+        aten._fused_sgd_(
+            [param],
+            [grad],
+            [],
+            **options,
+            maximize=False,
+            is_first_step=True,
+            grad_scale=grad_scale,
+        )
+        return param + 0, grad + 0
+
+    def by_hand(param, grad):
+        unscaled = grad.div_(grad_scale) if writes_back else grad / grad_scale
+        param.sub_(0.5 * unscaled)
+        return param + 0, grad + 0
+
+    return fused if writes_back is None else by_hand
+
+
+@pytest.mark.parametrize(("writes_back", "is_same"), [(True, True), (False, False)])
+def test_a_fused_step_leaves_unscaled_gradients(writes_back, is_same):
+    scale = torch.tensor(3.0)
+    inputs = X.clone(), X.flip(0).clone()
+    proof = prove(sgd(scale, None), sgd(scale, writes_back), inputs=inputs)
+    assert (proof.kind in ("identical", "other kernels", "reordered", "rounds elsewhere")) == (
+        is_same
+    ), str(proof)
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize(("by_hand", "is_same"), [(1.0, True), (1.5, False)])
+def test_attention_and_its_gradient_have_the_scale_that_is_given(scale, by_hand, is_same):
+    q, k, v = (
+        torch.randn(1, 2, 3, 8, generator=torch.Generator().manual_seed(n)) for n in (1, 2, 3)
+    )
+    factor = by_hand * (8**-0.5 if scale is None else scale)
+
+    def attention(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+    def formula(q, k, v):
+        return (factor * q @ k.transpose(-2, -1)).softmax(-1) @ v
+
+    for actual, expected in (
+        (attention, formula),
+        (gradient_of(attention), gradient_of(formula)),
+    ):
+        proof = prove(actual, expected, inputs=(q, k, v))
+        assert (proof.kind != "another function") == is_same, str(proof)
+        assert proof.kind != "unknown", str(proof)

@@ -21,8 +21,12 @@ def line_of(name):
 
 def eager_line(line):
     """Return the command line of torchtitan's eager trainer, for the same model and parallelism."""
+    # The last is the one config that has another name there.
+    renamed = {"graph_trainer.": "", "graph_trainer_": "", "debugmodel_moe": "moe_debug"}
     kept = [part for part in line if not part.startswith("--compile.")]
-    return [part.replace("graph_trainer.", "").replace("graph_trainer_", "") for part in kept]
+    for old, new in renamed.items():
+        kept = [part.replace(old, new) for part in kept]
+    return kept
 
 
 def eager_config(suffix, *more):

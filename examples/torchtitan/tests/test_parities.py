@@ -81,12 +81,9 @@ SAME_GRAPH = {
 }
 # Nobody has run these to their end, on a busy machine: what they would say is not known.
 NOT_RUN = {
-    "aot_fx_trace_deepseek_v3_flexattn_regional_inductor_ep_overlap_transformer_batch",
     "aot_fx_trace_deepseek_v3_graph_pp_interleaved_1f1b_full_inductor",
     "aot_fx_trace_deepseek_v3_graph_pp_zbv_zero_bubble_full_inductor",
     "aot_fx_trace_deepseek_v3_graph_pp_dual_pipe_v_full_inductor",
-    "aot_fx_trace_qwen3_moe_fsdp_tp_ep",
-    "aot_fx_trace_muse_glimmer_fsdp_tp",
 }
 BLOCKED = {
     "aot_fx_trace_deepseek_v3_fused_mla_swiglu_fsdp_tp": "its kernels are Triton's",

@@ -138,6 +138,7 @@ class _Maker:
         """Make shards of parameters of two layers; each is gathered over one group."""
         self.group_of = {}
         self.dtype_of: dict[fx.Node, torch.dtype] = {}
+        self.chain_of: dict[fx.Node, list[fx.Node]] = {}
         # FSDP gathers its shards in one way, and nobody else reads them. Other graphs do as they
         # like.
         self.is_fsdp = self.dice.random() < 0.5
@@ -555,11 +556,18 @@ class _Maker:
         """Gather a parameter, which may be gathered already, as it is or changed before."""
         parameter = self.dice.choice(self.parameters)
         shard: fx.Node | None = parameter
+        chain: list[fx.Node] = []
         if parameter in self.dtype_of:
             shard = self._call(aten._to_copy, shard, dtype=self.dtype_of[parameter])
+        elif parameter in self.chain_of and self.dice.random() < 0.5:
+            # As it was gathered before.
+            for node in self.chain_of[parameter]:
+                shard = self._call(node.target, shard, *node.args[1:], **node.kwargs)
         elif not self.is_fsdp and self.dice.random() < 0.6:
             for _ in range(self.dice.randint(1, 2)):
                 shard = self._changed(shard or parameter)
+                chain += [shard] if shard is not None else []
+            self.chain_of[parameter] = chain
         if shard is None:
             return
         group, size = self.group_of[parameter]

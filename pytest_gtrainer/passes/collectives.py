@@ -110,7 +110,8 @@ def reduce_scatter_before_all_reduce_pass(
 
     DTensor reduces among replicas first; FSDP2 reduces shards first, which moves less. The padding
     of uneven shards between the two stays: its zeros average to zeros. The number of nodes does not
-    change. Run it before bucketing, which then packs both.
+    change. Run it before bucketing, which then packs both. Sums are added in another order; each
+    collective rounds its sum to its dtype, so gradients of bf16 are rounded at other places.
 
     Left as they are: two groups that share another rank, as replicas then hold other shards;
     reductions that do not commute; gradients that are written to behind the all-reduce.

@@ -36,14 +36,14 @@ class Setting:
     Attributes:
         module: of the pass.
         call: takes the module, graph and inputs.
-        ranks, nodes, functional: as options of the command.
+        ranks, nodes, at_least: as options of the command.
     """
 
     module: str
     call: object
     ranks: int = 0
     nodes: int = 40
-    functional: bool = False
+    at_least: str = "reordered"
 
 
 def canonicalize(module, gm, inputs):
@@ -64,9 +64,9 @@ def bucket(module, gm, inputs):
 
 
 def recompute(module, gm, inputs):
-    """Tag some nodes for recomputation, then recompute."""
+    """Tag three nodes of twelve for recomputation, then recompute."""
     for place, node in enumerate(gm.graph.nodes):
-        if node.op == "call_function" and place % 5 == 3:
+        if node.op == "call_function" and place // 3 % 4 == 1:
             node.meta[module.RECOMPUTE] = module.CheckpointPolicy.MUST_RECOMPUTE
     return module.selective_activation_remat_pass(gm)
 
@@ -77,18 +77,22 @@ SETTINGS = {
         "pytest_gtrainer.passes.canonicalize",
         lambda module, gm, inputs: module.eliminate_dead_code_pass(gm),
     ),
-    "deduplicate": Setting("pytest_gtrainer.passes.collectives", deduplicate, ranks=4),
+    "deduplicate": Setting("pytest_gtrainer.passes.collectives", deduplicate, ranks=4, nodes=30),
     "swap": Setting(
         "pytest_gtrainer.passes.collectives",
         lambda module, gm, inputs: module.reduce_scatter_before_all_reduce_pass(gm),
         ranks=4,
+        nodes=30,
+        # Each collective rounds what it adds to its dtype; in bf16 no order of sums explains that.
+        at_least="rounds elsewhere",
     ),
     "reassign": Setting(
         "pytest_gtrainer.passes.collectives",
         lambda module, gm, inputs: module.reassign_collective_pgs_pass(gm),
         ranks=4,
+        nodes=30,
     ),
-    "bucket": Setting("pytest_gtrainer.passes.joint", bucket, ranks=4, nodes=40),
+    "bucket": Setting("pytest_gtrainer.passes.joint", bucket, ranks=4, nodes=30),
     "remat": Setting("pytest_gtrainer.passes.remat", recompute, nodes=30),
     "merge": Setting(
         "tests.attack.newcomers_passes", lambda module, gm, inputs: module.merge_pass(gm)
@@ -311,13 +315,6 @@ OURS = [
         "writers = written.get(storage_of(value), ())",
         "writers = written.get(value, ())",
     ),
-    Mistake(
-        "deduplicate",
-        "memory of a wait is not that of its launch",
-        "or node.target is operator.getitem or is_wait(node):",
-        "or node.target is operator.getitem:",
-        NODES,
-    ),
     # swap
     Mistake("swap", "any reductions commute", "if len(reductions) > 1 and not are_sums:", "if 0:"),
     Mistake(
@@ -481,7 +478,6 @@ OURS = [
     ),
     # remat
     Mistake("remat", "draws are repeated", "        if is_random(node):", "        if 0:"),
-    Mistake("remat", "writes are repeated", "        elif mutates(node):", "        elif 0:"),
     Mistake(
         "remat",
         "what is written to is recomputed",
@@ -499,12 +495,6 @@ OURS = [
         "copies stand behind their reader",
         "with gm.graph.inserting_before(reader):",
         "with gm.graph.inserting_after(reader):",
-    ),
-    Mistake(
-        "remat",
-        "copies are made in any order",
-        "regions.append((reader, sorted(region)))",
-        "regions.append((reader, sorted(region, reverse=True)))",
     ),
     Mistake(
         "remat",
@@ -620,11 +610,10 @@ def search(
         fuzzer = Fuzzer(
             lambda gm, inputs: setting.call(module, gm, inputs),
             "planted",
-            "reordered",
+            setting.at_least,
             ranks,
             Path(folder),
             lambda line: None,
-            functional=setting.functional,
         )
         # Of CPU time, as others may have the processor.
         begun, report = time.process_time(), fuzzer._report

@@ -44,14 +44,15 @@ def fuse_products_pass(gm, inputs=None):
         nodes = groups.setdefault(left, [])
         if not nodes or right < nodes[0]:
             nodes.append(node)
-    for left, nodes in groups.items():
+    for nodes in groups.values():
         if len(nodes) > 1:
-            fuse(gm.graph, left, nodes)
+            fuse(gm.graph, nodes)
     gm.recompile()
     return gm
 
 
-def fuse(graph, left, nodes):
+def fuse(graph, nodes):
+    left = nodes[0].args[0]  # which may be of an earlier fusion by now
     rights = [node.args[1] for node in nodes]
     widths = [right.meta["val"].shape[1] for right in rights]
     with graph.inserting_before(nodes[0]):
@@ -63,6 +64,7 @@ def fuse(graph, left, nodes):
             part = graph.call_function(operator.getitem, (parts, place))
             kwargs = {"memory_format": torch.contiguous_format}
             items.append(graph.call_function(aten.clone.default, (part,), kwargs))
+            items[-1].meta["val"] = nodes[place].meta["val"]  # another fusion may read it
     for node, item in zip(nodes, items, strict=True):
         node.replace_all_uses_with(item)
         graph.erase_node(node)

@@ -30,7 +30,7 @@ from pytest_gtrainer.arithmetic.terms import Terms
 from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.graph.nodes import named_arguments, tensors_in
 from pytest_gtrainer.proofs.anyorder import AnyOrder
-from pytest_gtrainer.proofs.programs import GraphProgram, Left, ProgramRun
+from pytest_gtrainer.proofs.programs import GraphProgram, Observed, ProgramRun
 from pytest_gtrainer.worlds.gathering import gather_objects
 from pytest_gtrainer.worlds.simulated import collectives
 from pytest_gtrainer.worlds.simulated.collectives import Collective, Contribution
@@ -67,9 +67,9 @@ class GraphOnRanks(GraphProgram):
             raise NoMeaning("the order in which real ranks add is not known")
         return super().run(arithmetic, on_result)
 
-    def _run(self, mode: ArithmeticMode, left: Left) -> None:
+    def _run(self, mode: ArithmeticMode, observed: Observed) -> None:
         mode.exchange = exchange_on_ranks
-        super()._run(mode, left)
+        super()._run(mode, observed)
 
     def gather_from_all_ranks(self, own: Any) -> list[Any]:
         return gather_objects(own)

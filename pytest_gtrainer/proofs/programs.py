@@ -101,7 +101,7 @@ class ProgramRun:
 
 
 @dataclass(slots=True)
-class Left:
+class Observed:
     """The outputs of a program, those that train, and its state before and after.
 
     ``put_back`` undoes what the run has written, when its results have been read.
@@ -164,48 +164,50 @@ class Program(ABC):
         """Run in an arithmetic, from a random state that is always the same."""
         mode = ArithmeticMode(arithmetic, owner=id(self))
         mode.on_result = on_result
-        left = Left()
-        with left.put_back:
+        observed = Observed()
+        with observed.put_back:
             # Dynamo refuses to compile under a dispatch mode, and would skip such frames for ever.
             with random_states_kept(), torch.compiler.set_stance("force_eager"):
                 seed_torch(0)
                 start = random_state()
-                self._run(mode, left)
+                self._run(mode, observed)
                 end = random_state()
 
             # The random state is a result: one more draw changes all numbers drawn afterwards.
             for name, state in random_states_afterwards(end).items():
-                left.after[name, None] = state
+                observed.after[name, None] = state
             for name, state in random_states_afterwards(start).items():
-                left.before[name, None] = Result(state, state.dtype, True)
-            self.last = left.outputs | left.after
-            results, real = self._read(mode, left)
-            return ProgramRun(results, arithmetic, mode.reads, real, left.trains)
+                observed.before[name, None] = Result(state, state.dtype, True)
+            self.last = observed.outputs | observed.after
+            results, real = self._read(mode, observed)
+            return ProgramRun(results, arithmetic, mode.reads, real, observed.trains)
 
     @staticmethod
-    def _read(mode: ArithmeticMode, left: Left) -> tuple[dict[Key, Result], dict[Key, Tensor]]:
+    def _read(
+        mode: ArithmeticMode, observed: Observed
+    ) -> tuple[dict[Key, Result], dict[Key, Tensor]]:
         """Return copies of the results, and their real numbers."""
         results: dict[Key, Result] = {}
         real: dict[Key, Tensor] = {}
-        for key, tensor in left.outputs.items():
+        for key, tensor in observed.outputs.items():
             results[key] = _result_of(mode, tensor)
             real[key] = real_numbers(tensor)
 
-        for key, tensor in left.after.items():
-            own, before = _result_of(mode, tensor), left.before.get(key)
+        for key, tensor in observed.after.items():
+            own, before = _result_of(mode, tensor), observed.before.get(key)
             # State counts only if the program writes to it.
             if before is None or not before.equals(own):
                 results[key] = own
                 real[key] = real_numbers(tensor)
             else:
-                left.check_unwritten(mode.arithmetic, key, tensor)
+                observed.check_unwritten(mode.arithmetic, key, tensor)
 
-        for key in left.before.keys() - left.after.keys():
+        for key in observed.before.keys() - observed.after.keys():
             results[key] = Result(torch.zeros(0), torch.float32, True)  # it is gone
         return results, real
 
     @abstractmethod
-    def _run(self, mode: ArithmeticMode, left: Left) -> None:
+    def _run(self, mode: ArithmeticMode, observed: Observed) -> None:
         """Run under the mode, and note every result and all state."""
 
 
@@ -385,7 +387,7 @@ class GraphProgram(Program):
         self.rank: int | None = None  # of this process, on real ranks
         self.gm, self.inputs, self.world, self.by_place = gm, inputs, world, by_place
 
-    def _run(self, mode: ArithmeticMode, left: Left) -> None:
+    def _run(self, mode: ArithmeticMode, observed: Observed) -> None:
         gm = self.gm
         if dict(attributes_of(gm)) or gm.graph.find_nodes(op="call_module"):
             gm = copy.deepcopy(gm)  # a run may write to what the module holds
@@ -401,22 +403,22 @@ class GraphProgram(Program):
         for name, tensor in gm.named_parameters():
             make_abstract(mode, tensor, name)
         for key, tensor in self._state(gm, given).items():
-            left.note_before(mode, key, tensor)
+            observed.note_before(mode, key, tensor)
 
         with torch.no_grad(), mode:
             if self.world is None:
                 outputs = NodeByNode(gm, self.rank).run(*given[0])
-                left.outputs = self._named(self.rank, outputs, gm)
+                observed.outputs = self._named(self.rank, outputs, gm)
             else:
                 random = RankRandomStates()
                 start = random.copy()
                 results = self._run_on_ranks(mode, gm, given, self.world, random)
                 for rank, own in enumerate(results):
-                    left.outputs |= self._named(rank, own, None)
+                    observed.outputs |= self._named(rank, own, None)
 
-        left.after = self._state(gm, given)
+        observed.after = self._state(gm, given)
         if self.world is not None:  # each rank has drawn from a generator of its own
-            _note_random_states(left, start, random, len(given))
+            _note_random_states(observed, start, random, len(given))
 
     def known(self) -> list[str]:
         abstract = {name for name, _ in self.gm.named_parameters()}
@@ -472,14 +474,14 @@ class GraphProgram(Program):
 
 
 def _note_random_states(
-    left: Left, start: RankRandomStates, end: RankRandomStates, size: int
+    observed: Observed, start: RankRandomStates, end: RankRandomStates, size: int
 ) -> None:
     """Note the state of each rank's generator before and after a run."""
     for rank in range(size):
         for name, state in random_states_afterwards({"torch.cpu": at(end.states, rank)}).items():
-            left.after[name, rank] = state
+            observed.after[name, rank] = state
         for name, state in random_states_afterwards({"torch.cpu": at(start.states, rank)}).items():
-            left.before[name, rank] = Result(state, state.dtype, True)
+            observed.before[name, rank] = Result(state, state.dtype, True)
 
 
 class FunctionProgram(Program):
@@ -498,7 +500,7 @@ class FunctionProgram(Program):
     def known(self) -> list[str]:
         return self._known
 
-    def _run(self, mode: ArithmeticMode, left: Left) -> None:
+    def _run(self, mode: ArithmeticMode, observed: Observed) -> None:
         function, *given = copy_of([self.function, *self.inputs])
         state = named_state(function, given)
         for name, tensor in state.items():
@@ -512,31 +514,31 @@ class FunctionProgram(Program):
 
         captured = captured_by(self.function)
         for name, tensor in (state | captured).items():
-            left.note_before(mode, (f"{name}{AFTERWARDS}", None), tensor.detach())
+            observed.note_before(mode, (f"{name}{AFTERWARDS}", None), tensor.detach())
         for name, number in python_values(function, given).items():
-            left.before[f"{name}{AFTERWARDS}", None] = Result(number, number.dtype, True)
+            observed.before[f"{name}{AFTERWARDS}", None] = Result(number, number.dtype, True)
         # The function reads these tensors themselves, so the run cannot have copies: they are
         # restored after it.
         for tensor in captured.values():
-            left.put_back.callback(_restorer(tensor))
-        left.put_back.callback(contents_of(self.function))
-        left.put_back.callback(torch.set_grad_enabled, torch.is_grad_enabled())
-        left.put_back.callback(torch.set_default_dtype, torch.get_default_dtype())
+            observed.put_back.callback(_restorer(tensor))
+        observed.put_back.callback(contents_of(self.function))
+        observed.put_back.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+        observed.put_back.callback(torch.set_default_dtype, torch.get_default_dtype())
         outputs = self._called(mode, function, given)
         check_outputs(outputs)
         for name, number in python_values(function, given).items():
-            left.after[f"{name}{AFTERWARDS}", None] = number
+            observed.after[f"{name}{AFTERWARDS}", None] = number
         named = named_outputs(outputs)
         for name, leaf in named.items():
-            left.outputs[name, None] = leaf.detach()
-        left.trains = _names_that_train(named, state)
+            observed.outputs[name, None] = leaf.detach()
+        observed.trains = _names_that_train(named, state)
         # Looked up again: a program may replace a tensor instead of writing to it.
         held = named_state(function, given) | captured_by(self.function)
         for name, tensor in held.items():
-            left.after[f"{name}{AFTERWARDS}", None] = tensor.detach()
+            observed.after[f"{name}{AFTERWARDS}", None] = tensor.detach()
             if tensor.is_leaf and tensor.grad is not None:
-                left.outputs[f"gradient of {name}", None] = tensor.grad.detach()
-                left.trains = None
+                observed.outputs[f"gradient of {name}", None] = tensor.grad.detach()
+                observed.trains = None
 
     def _called(self, mode: ArithmeticMode, function: Callable[..., Any], given: list[Any]) -> Any:
         try:
@@ -576,15 +578,15 @@ class NamedProgram(Program):
             self._runs[key] = super().run(arithmetic)
         return self._runs[key]
 
-    def _run(self, mode: ArithmeticMode, left: Left) -> None:
+    def _run(self, mode: ArithmeticMode, observed: Observed) -> None:
         given = dict(zip(self.inputs, copies(list(self.inputs.values())), strict=True))
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         for name, tensor in tensors.items():
             make_abstract(mode, tensor, name)
         for name, tensor in tensors.items():
-            left.note_before(mode, (f"{name}{AFTERWARDS}", None), tensor)
+            observed.note_before(mode, (f"{name}{AFTERWARDS}", None), tensor)
         with mode:
             for name, result in self.call(given).items():
-                left.outputs[name, None] = result.detach()
+                observed.outputs[name, None] = result.detach()
         for name, tensor in tensors.items():
-            left.after[f"{name}{AFTERWARDS}", None] = tensor
+            observed.after[f"{name}{AFTERWARDS}", None] = tensor

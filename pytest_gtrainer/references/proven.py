@@ -14,7 +14,7 @@ from pytest_gtrainer.arithmetic.field import Field
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode
 from pytest_gtrainer.numerics.record import Record
 from pytest_gtrainer.proofs.anyorder import AnyOrder
-from pytest_gtrainer.proofs.programs import Left, Program, make_abstract
+from pytest_gtrainer.proofs.programs import Observed, Program, make_abstract
 from pytest_gtrainer.proofs.proof import Proof
 from pytest_gtrainer.proofs.prove import prove_programs
 from pytest_gtrainer.references.config import Batch, TrainConfig
@@ -42,16 +42,16 @@ def prove_training(
 class ResultRecorder(Record):
     """Takes copies of what a run records, as its results; its length counts them."""
 
-    def __init__(self, world_size: int, left: Left) -> None:
+    def __init__(self, world_size: int, observed: Observed) -> None:
         super().__init__(world_size)
-        self._left, self._count = left, 0
+        self._observed, self._count = observed, 0
 
     def __len__(self) -> int:
         return self._count
 
     def add(self, step: int, rank: int, phase: str, name: str, tensor: Tensor) -> None:
         result = f"{phase} of {name}" if phase != name else name
-        self._left.outputs[f"{result}, step {step}", rank] = local(tensor).detach().clone()
+        self._observed.outputs[f"{result}, step {step}", rank] = local(tensor).detach().clone()
         self._count += 1
 
 
@@ -100,12 +100,12 @@ class _GraphTraining(Program):
     def __init__(self, subject: SimulatedGraphRun, net: Net) -> None:
         self._subject, self._net = subject, net
 
-    def _run(self, mode: ArithmeticMode, left: Left) -> None:
+    def _run(self, mode: ArithmeticMode, observed: Observed) -> None:
         subject = self._subject.started_under(
             mode.on_another_thread, net_for(mode, self._net), lambda own: _abstract(own, mode)
         )
         with mode:
-            subject.run(ResultRecorder(self._net.size, left))
+            subject.run(ResultRecorder(self._net.size, observed))
 
 
 class _EagerTraining(Program):
@@ -113,11 +113,11 @@ class _EagerTraining(Program):
         self._net = net_of(world)
         self._build, self._extents = config_of_mesh(config, world.size, world.mesh)
 
-    def _run(self, mode: ArithmeticMode, left: Left) -> None:
+    def _run(self, mode: ArithmeticMode, observed: Observed) -> None:
         simulated_eager(
             lambda mesh: _abstract(self._build(mesh), mode),
             net_for(mode, self._net),
             mesh=self._extents,
-            recorders=[ResultRecorder(self._net.size, left) for _ in range(self._net.size)],
+            recorders=[ResultRecorder(self._net.size, observed) for _ in range(self._net.size)],
             under=mode.on_another_thread,
         )

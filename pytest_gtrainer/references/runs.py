@@ -35,7 +35,7 @@ from pytest_gtrainer.numerics.record import Record, Tensors, entries
 from pytest_gtrainer.numerics.run_to_run import Kept, kept, memory_of
 from pytest_gtrainer.numerics.verdict import Verdict, where
 from pytest_gtrainer.proofs.contexts import has_real_ranks
-from pytest_gtrainer.proofs.programs import Left, Program, make_abstract
+from pytest_gtrainer.proofs.programs import Observed, Program, make_abstract
 from pytest_gtrainer.proofs.proof import AnotherFunction, Proof, kind_in_words, offer_proof
 from pytest_gtrainer.proofs.prove import emit_proof, prove_programs
 from pytest_gtrainer.references.config import start_of, trained_state
@@ -539,15 +539,15 @@ class _RunOfTrainer(Program):
     def known(self) -> list[str]:
         return sorted(self._known)
 
-    def _run(self, mode: ArithmeticMode, left: Left) -> None:
+    def _run(self, mode: ArithmeticMode, observed: Observed) -> None:
         def run_rank(rank: int, size: int) -> int:
-            recorder = RunRecorder(ResultRecorder(size, left), rank, mode)
+            recorder = RunRecorder(ResultRecorder(size, observed), rank, mode)
             made = recorder.call(self._side)
             self._known |= recorder.known
             if made is not recorder.record:
                 for key, tensor in entries(made).items():
                     name = where(key) if key.phase else key.name
-                    left.outputs[name, rank] = local(tensor).detach().clone()
+                    observed.outputs[name, rank] = local(tensor).detach().clone()
             return recorder.abstract
 
         if self._world is None or self._world.kind != "simulated":

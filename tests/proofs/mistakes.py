@@ -46,7 +46,7 @@ from pytest_gtrainer.passes.graph_pass import as_pass
 from pytest_gtrainer.proofs import programs
 from pytest_gtrainer.proofs.anyorder import AnyOrder
 from pytest_gtrainer.proofs.inputs import draw_inputs
-from pytest_gtrainer.proofs.programs import FunctionProgram, GraphProgram, Left, Program
+from pytest_gtrainer.proofs.programs import FunctionProgram, GraphProgram, Observed, Program
 from pytest_gtrainer.proofs.proof import Proof
 from pytest_gtrainer.proofs.prove import prove_programs
 from pytest_gtrainer.references.config import new_model
@@ -157,7 +157,7 @@ class OnThreads(Program):
         self.function, self.inputs = function, inputs
         self.net, self.extents = net_of(world), world.mesh
 
-    def _run(self, mode: ArithmeticMode, left: Left) -> None:
+    def _run(self, mode: ArithmeticMode, observed: Observed) -> None:
         given = [each.clone() for each in self.inputs]
         for place, each in enumerate(given):
             programs.make_abstract(mode, each, place)
@@ -175,7 +175,7 @@ class OnThreads(Program):
         net = AnyOrder.of(self.net) if isinstance(mode.arithmetic, Field) else self.net
         made = run_threads(net.size, on_rank, net=net, under=mode.on_another_thread)
         for rank, found in enumerate(made):
-            left.outputs |= {(name, rank): each for name, each in found.items()}
+            observed.outputs |= {(name, rank): each for name, each in found.items()}
 
 
 def spoiled(right: fx.GraphModule, plant: Callable[..., Any], *given: Any) -> fx.GraphModule:

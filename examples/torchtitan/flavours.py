@@ -29,13 +29,12 @@ def eager_line(line):
     return kept
 
 
-def eager_config(suffix, *more):
+def eager_config(suffix):
     """Return what makes the line of a config that graph_trainer has for its own eager runs."""
 
     def line_of_config(line):
         kept = [part for part in line if not part.startswith("--compile.")]
-        named = [part + suffix if part.startswith("--config ") else part for part in kept]
-        return [*named, *more]
+        return [part + suffix if part.startswith("--config ") else part for part in kept]
 
     return line_of_config
 

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from cpu_device import ANSWERS
 from debug_models import on_cpu
 from ring_attention import HANDLERS
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental._context_parallel import _attention
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager
 from torchtitan.distributed import utils as dist_utils
@@ -155,27 +154,7 @@ def train(config, steps=2):
                 seen[f"step {step} gradient {name}"] = parameter.grad.detach().clone()
         for name, parameter in named_parameters(trainer):
             seen[f"weight {name}"] = parameter.detach().clone()
-        return of_all_stages(trainer.parallel_dims, seen)
-
-
-def of_all_stages(dims, seen):
-    """Return what all stages of a pipeline have seen: schedules place stages on other ranks."""
-    if not dims.pp_enabled:
-        return seen
-    mesh = dims.get_mesh("pp")
-    own = {name: as_local(tensor) for name, tensor in seen.items()}
-    stages = [None] * mesh.size()
-    dist.all_gather_object(stages, own, group=mesh.get_group())
-    together = {}
-    for stage in stages:
-        for name, tensor in stage.items():
-            # A rank without the last stage has a loss of -1.
-            together[name] = torch.maximum(tensor, together.get(name, tensor))
-    return dict(sorted(together.items()))
-
-
-def as_local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return seen
 
 
 def named_parameters(trainer):

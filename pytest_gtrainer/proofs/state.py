@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pytest_gtrainer._torch.arithmetic import is_compiled
 from pytest_gtrainer._torch.autograd import hooks_of, method_of_hook
 from pytest_gtrainer._torch.values import buffers_of, parameters_of, pytree
+from pytest_gtrainer.graphtext.identity import code_of
 from pytest_gtrainer.numerics.compare import compare
 from pytest_gtrainer.numerics.graph_run import has_storage, spell_values
 
@@ -153,7 +154,7 @@ def _code_of(function: Any) -> str:
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     if code is None:
         return f"{type(function).__module__}.{type(function).__qualname__}"
-    return f"{code.co_code.hex()} {code.co_names} {code.co_consts[:1]}"
+    return code_of(code)
 
 
 def _digest(value: Any) -> Tensor:

@@ -530,6 +530,20 @@ def test_what_a_call_leaves_on_an_input_is_a_result(left):
     assert not x.requires_grad
 
 
+def test_hooks_that_differ_in_a_number_alone_are_told():
+    def leaves(by):
+        def call(module, x):
+            module.register_forward_hook(by)
+            return x * 2
+
+        return call
+
+    doubles, trebles = (lambda module, given, out: 2 * out), (lambda module, given, out: 3 * out)
+    inputs = nn.Linear(4, 3), X
+    assert kind_of(leaves(doubles), leaves(doubles), *inputs)[0] == "identical"
+    assert kind_of(leaves(doubles), leaves(trebles), *inputs)[0] == "another function"
+
+
 @pytest.mark.parametrize(
     "values",
     [(1, 2), ("a", "b"), (slice(1), slice(2)), (range(1), range(2)), (len, max), (int, float)],

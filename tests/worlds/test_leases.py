@@ -359,9 +359,9 @@ def test_what_is_required_is_not_skipped(pytester, required):
         def test_on_gpus(): pass
         """
     )
-    result = pytester.runpytest_inprocess(
-        f"--gt-require={required}", "--gt-gpus=4", "--gt-device=cpu"
-    )
+    # On the command line both would exclude each other.
+    pytester.makeini("[pytest]\ngt_device = cpu")
+    result = pytester.runpytest_inprocess(f"--gt-require={required}", "--gt-gpus=4")
     result.assert_outcomes(errors=1, skipped=1) if required == "ranks" else result.assert_outcomes(
         errors=2
     )

@@ -37,7 +37,9 @@ from pytest_gtrainer.proofs.state import (
     check_outputs,
     contents_of,
     copy_of,
+    modes_of_torch,
     named_state,
+    put_modes_back,
     python_values,
 )
 from pytest_gtrainer.worlds.simulate import AnyWorld, net_of_any, run_on_net
@@ -522,8 +524,7 @@ class FunctionProgram(Program):
         for tensor in captured.values():
             observed.put_back.callback(_restorer(tensor))
         observed.put_back.callback(contents_of(self.function))
-        observed.put_back.callback(torch.set_grad_enabled, torch.is_grad_enabled())
-        observed.put_back.callback(torch.set_default_dtype, torch.get_default_dtype())
+        observed.put_back.callback(put_modes_back, modes_of_torch())
         outputs = self._called(mode, function, given)
         check_outputs(outputs)
         for name, number in python_values(function, given).items():
@@ -533,7 +534,7 @@ class FunctionProgram(Program):
             observed.outputs[name, None] = leaf.detach()
         observed.trains = _names_that_train(named, state)
         # Looked up again: a program may replace a tensor instead of writing to it.
-        held = named_state(function, given) | captured_by(self.function)
+        held = named_state(function, given, has_run=True) | captured_by(self.function)
         for name, tensor in held.items():
             observed.after[f"{name}{AFTERWARDS}", None] = tensor.detach()
             if tensor.is_leaf and tensor.grad is not None:

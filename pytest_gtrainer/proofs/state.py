@@ -13,7 +13,7 @@ import sys
 import threading
 import types
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +21,17 @@ from torch import Tensor, nn
 
 from pytest_gtrainer._torch.arithmetic import is_compiled
 from pytest_gtrainer._torch.autograd import hooks_of, method_of_hook
+from pytest_gtrainer._torch.modes import MODES, spell_mode
 from pytest_gtrainer._torch.values import buffers_of, parameters_of, pytree
 from pytest_gtrainer.graphtext.identity import code_of
 from pytest_gtrainer.numerics.compare import compare
 from pytest_gtrainer.numerics.graph_run import has_storage, spell_values
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_TORCH = ("_dynamo_", "_has_dynamo_", "_specialize_on", "_is_buffer", "persistent")
+"""How attributes of tensors begin that change no number: hints, as of ``mark_dynamic``, and what
+an ``nn.Buffer`` has: a tensor that a call puts in its place has none of that."""
+
 # Values of these types hold no tensors, so nothing in them has to be followed.
 _WITHOUT_TENSORS = (
     *(bool, int, float, complex, str, bytes, type(None), range, slice, type(...)),
@@ -35,8 +40,14 @@ _WITHOUT_TENSORS = (
 )
 
 
-def named_state(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
+def named_state(
+    function: Any, inputs: Sequence[Any], *, has_run: bool = False
+) -> dict[str, Tensor]:
     """Return the tensors that a call is given: of the first module by FQN, of others by place too.
+
+    Args:
+        has_run: the call is over. Hooks that it has left on parameters are no error then:
+            ``python_values`` compares them.
 
     Raises:
         ValueError: compiled code, a hook on a parameter, or an object that may hold tensors.
@@ -46,7 +57,7 @@ def named_state(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
         if isinstance(leaf, Tensor):
             found[where] = leaf
         elif isinstance(leaf, nn.Module):
-            for name, tensor in _tensors_of(leaf, where):
+            for name, tensor in _tensors_of(leaf, where, has_run=has_run):
                 found[prefix + name] = tensor
         elif not isinstance(leaf, _WITHOUT_TENSORS):
             raise ValueError(
@@ -87,6 +98,7 @@ def python_values(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
     which parameters require a gradient, numbers that are plain attributes, such as counters, and
     hooks and functions of a module's own. Of tensors they are hooks, attributes, and of inputs
     whether they require a gradient. Of hooks and functions the code counts, not what it holds.
+    Settings of torch, such as autocast, are among them.
     """
     modes: list[bool] = []
     trainable: list[bool] = []
@@ -96,13 +108,13 @@ def python_values(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
             found[f"input {place}"] = _digest(value)
     for where, prefix, leaf in _leaves(function, inputs):
         if isinstance(leaf, Tensor):
-            found[f"hooks and attributes of {where}"] = _digest(
-                [leaf.requires_grad, _beside_numbers(leaf)]
-            )
+            found[f"requires_grad of {where}"] = torch.tensor([leaf.requires_grad])
+            found[f"hooks and attributes of {where}"] = _digest(_beside_numbers(leaf))
         if not isinstance(leaf, nn.Module):
             continue
         functions = {path: _functions_in(part) for path, part in leaf.named_modules()}
-        beside = {name: _beside_numbers(each) for name, each in leaf.named_parameters()}
+        tensors = [*leaf.named_parameters(), *leaf.named_buffers()]
+        beside = {name: _beside_numbers(each) for name, each in tensors}
         of_parts = {name: each for name, each in (functions | beside).items() if each}
         found[f"hooks and attributes of {where}"] = _digest(of_parts)
         trainable += [parameter.requires_grad for parameter in leaf.parameters()]
@@ -115,11 +127,32 @@ def python_values(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
                 if name not in _OF_EVERY_MODULE and is_number:
                     whole = f"{path}.{name}" if path else name
                     found[f"attribute {whole}"] = _digest(value)
-    settings = [torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")]
-    found["modes of torch"] = _digest([*settings, str(torch.get_default_dtype())])
+    for name, value in modes_of_torch().items():
+        found[f"setting {name!r} of torch"] = _digest(spell_mode(value))
     found["training modes"] = torch.tensor(modes, dtype=torch.bool)
     found["parameters that require a gradient"] = torch.tensor(trainable, dtype=torch.bool)
     return found
+
+
+_MODES = MODES | {
+    "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+}
+
+
+def modes_of_torch() -> dict[str, Any]:
+    """Return the modes and settings of torch that a call may leave changed, by name."""
+    return {name: read() for name, (read, _) in _MODES.items()}
+
+
+def put_modes_back(before: Mapping[str, Any]) -> None:
+    """Put back the modes and settings that are no longer as they were.
+
+    The next program would begin with what this one has left, and leave nothing that is new.
+    """
+    for name, (read, put_back) in _MODES.items():
+        if read() != before[name]:
+            put_back(before[name])
 
 
 def _beside_numbers(tensor: Tensor) -> list[Any]:
@@ -129,7 +162,7 @@ def _beside_numbers(tensor: Tensor) -> list[Any]:
     found: list[Any] = list(_functions_in(tensor))
     found += map(_code_of, hooks_of(tensor))
     for name, value in vars(tensor).items():
-        if not callable(value):
+        if not callable(value) and not name.startswith(_OF_TORCH):
             found.append({name: value})
     return found
 
@@ -152,9 +185,14 @@ def _code_of(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(getattr(function, "__func__", function), "__code__", None)
-    if code is None:
+    # An object may answer every name with something.
+    if not isinstance(code, types.CodeType):
         return f"{type(function).__module__}.{type(function).__qualname__}"
-    return code_of(code)
+    return _text_of(code)
+
+
+# Each run asks twice, for every function of every module, and a file of torch has many functions.
+_text_of = functools.lru_cache(maxsize=1024)(code_of)
 
 
 def _digest(value: Any) -> Tensor:
@@ -163,7 +201,7 @@ def _digest(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(digest[:8]), dtype=torch.int64)
 
 
-def _tensors_of(module: nn.Module, where: str) -> Iterator[tuple[str, Tensor]]:
+def _tensors_of(module: nn.Module, where: str, *, has_run: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a module by FQN; refuse what a copy of the module would not follow."""
     registered = _registered_in(module)
     for path, part in module.named_modules():
@@ -174,7 +212,7 @@ def _tensors_of(module: nn.Module, where: str) -> Iterator[tuple[str, Tensor]]:
         dot = f"{path}." if path else ""
         for name, tensor in part.named_parameters(recurse=False):
             method = method_of_hook(tensor)
-            if method:
+            if method and not has_run:
                 raise ValueError(f"{dot}{name} has a hook of {method}(), which a copy would lose")
             yield dot + name, tensor
         for name, tensor in part.named_buffers(recurse=False):

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import fx, nn
 from torch._higher_order_ops import scan
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.modules.module import register_module_forward_hook
 
 from pytest_gtrainer import meaning, prove
 from pytest_gtrainer.arithmetic import mode
@@ -487,7 +489,16 @@ WRITES = {
     "a function of its own": lambda held, module: setattr(module, "helper", nothing),
     "an attribute of a parameter": lambda held, module: setattr(module.weight, "tag", "a"),
     "no gradients any more": lambda held, module: torch.set_grad_enabled(False),
+    "an attribute of a buffer": lambda held, module: setattr(module.count, "tag", "a"),
+    "a hook of a parameter": lambda held, module: module.weight.register_hook(nothing),
     "another dtype by default": lambda held, module: torch.set_default_dtype(torch.float64),
+    "autocast": lambda held, module: torch.set_autocast_enabled("cpu", True),
+    "autocast of GPUs": lambda held, module: torch.set_autocast_enabled("cuda", True),
+    "a dtype of autocast": lambda held, module: torch.set_autocast_dtype("cpu", torch.half),
+    "hooks of saved tensors": lambda held, module: saved_tensors_hooks(
+        nothing, nothing
+    ).__enter__(),
+    "a hook of all modules": lambda held, module: register_module_forward_hook(nothing),
 }
 
 
@@ -495,11 +506,52 @@ WRITES = {
 def test_python_values_that_a_call_leaves_are_results(write):
     module = nn.Linear(4, 3)
     module.kept = []
+    module.register_buffer("count", torch.zeros(1))
     inputs = X, {"list": [1, 0.0], "text": "a"}, module
     writes, reads = leave(WRITES[write]), leave(lambda held, module: None)
     assert kind_of(writes, writes, *inputs)[0] == "identical"
     assert kind_of(writes, reads, *inputs)[0] == "another function"
     assert kind_of(reads, writes, *inputs)[0] == "another function"
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_grad_enabled()
+
+
+class Answers:
+    """An object that has something for every name."""
+
+    def __getattr__(self, name):
+        if name.startswith("__deepcopy"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *given):
+        return self
+
+
+class Buffered(nn.Module):
+    def __init__(self, replaces):
+        super().__init__()
+        self.scale, self.replaces, self.answers = nn.Buffer(torch.ones(4)), replaces, Answers()
+
+    def forward(self, x):
+        if self.replaces:
+            self.scale = self.scale + 1
+        else:
+            self.scale.add_(1)
+        return x * self.scale
+
+
+def test_what_changes_no_number_is_no_difference():
+    assert kind_of(Buffered(True), Buffered(False), X)[0] == "identical"
+
+    marks = torch._dynamo.mark_dynamic, torch._dynamo.mark_static_address
+    for mark in (*marks, torch._dynamo.decorators.mark_unbacked):
+
+        def marked(x, mark=mark):
+            mark(x, 0)
+            return x * 2
+
+        assert kind_of(marked, lambda x: x * 2, X.clone())[0] == "identical"
 
 
 LEFT_ON_TENSORS = {
@@ -524,7 +576,10 @@ def test_what_a_call_leaves_on_an_input_is_a_result(left):
     assert kind_of(leaves, leaves, x)[0] == "identical"
     kind, text = kind_of(leaves, plain, x)
     assert kind == "another function"
-    assert "hooks and attributes of input 0 afterwards" in text
+    what = "hooks and attributes"
+    if left in ("requires_grad", "a hook"):
+        what = "requires_grad"  # a hook needs it
+    assert f"{what} of input 0 afterwards" in text
     assert kind_of(plain, leaves, x)[0] == "another function"
     assert x.kept == [1]
     assert not x.requires_grad

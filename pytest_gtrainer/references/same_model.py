@@ -895,6 +895,7 @@ def _lost_digits(found: Sequence[SideResults], expected: SideResults) -> str:
     """
     losses, gradients = _Digits(), _Digits()
     coarsest = 0.0
+    have_same_inputs = set().union(*(each.given for each in found)) == expected.given
     for rank, side in enumerate(found):
         if isinstance(side.arithmetic, Numbers):
             coarsest = max(coarsest, side.arithmetic.narrowest)
@@ -902,8 +903,8 @@ def _lost_digits(found: Sequence[SideResults], expected: SideResults) -> str:
             key = f"the loss of data coordinate {coordinate}", rank
             exact = side.losses[coordinate], expected.losses[coordinate]
             losses.add(key, side.real[coordinate, total], expected.real[coordinate, total], exact)
-        if set().union(*(each.given for each in found)) != expected.given:
-            continue  # other inputs
+        if not have_same_inputs:
+            continue
         for fqn in sorted(side.sizes.keys() & expected.sizes.keys() - side.parts.keys()):
             exact = side.gradients[fqn], expected.gradients[fqn]
             key = f"the size of the gradient of {fqn}", rank

@@ -15,7 +15,6 @@ _FIELDS = ("size", "mesh", "nodes", "rank", "device", "timeout")
 DEVICES = ("cpu", "cuda")
 MOST_RANKS = 1 << 20
 """Largest world. Torch keeps a list of the ranks of each group, so larger ones take all memory."""
-_MORE_RANKS = "take a smaller size, or smaller dimensions of the mesh"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,10 @@ def make_spec(kind: Any = None, *, kinds: Collection[str] = KINDS, **fields: Any
         raise SpecError(f"gt_world takes {', '.join(_FIELDS)}; not {', '.join(unknown)}")
     size, mesh = _size_and_mesh(fields.get("size"), fields.get("mesh"))
     if size > MOST_RANKS:
-        raise SpecError(f"gt_world has at most {MOST_RANKS:,} ranks: {_MORE_RANKS}")
+        raise SpecError(
+            f"gt_world has at most {MOST_RANKS:,} ranks: take a smaller size, or smaller "
+            "dimensions of the mesh"
+        )
     nodes, rank = fields.get("nodes", 1), fields.get("rank", 0)
     device, timeout = fields.get("device"), fields.get("timeout")
 

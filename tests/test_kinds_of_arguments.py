@@ -9,6 +9,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from pytest_gtrainer import (
     BitwiseDifference,
+    ChunkConfig,
+    CompileRecord,
     CostModel,
     DebugConfig,
     Record,
@@ -21,6 +23,7 @@ from pytest_gtrainer import (
     assert_run_to_run,
     assert_runs_equal,
     bucket_layout,
+    chunk_pass,
     compare_operators,
     data_parallel,
     deterministic,
@@ -35,9 +38,11 @@ from pytest_gtrainer import (
     record_training,
     trace_step,
 )
+from pytest_gtrainer.conformance import Adapter
 from pytest_gtrainer.numerics.bits import NoBytes
 
 X = torch.ones(4, 2)
+CHUNKS = ChunkConfig("layers.*")
 LOSS = torch.tensor(1.0)
 MODEL = nn.Linear(2, 2)
 SGD = torch.optim.SGD(MODEL.parameters(), 0.1)
@@ -161,6 +166,24 @@ WRONG = {
     "compiled": (lambda _: assert_no_less_accurate(3, none, X), "compiled is 3: give a function"),
     "eager": (lambda _: assert_no_less_accurate(none, 3, X), "eager is 3: give a function"),
     "repeated": (lambda _: assert_run_to_run(3), "function is 3: give a function"),
+    "place of a graph": (lambda _: CompileRecord()["0"], "place of a compiled graph is '0': give"),
+    "places of graphs": (lambda _: CompileRecord()[0:1], "compiled graph is slice(0, 1, None): g"),
+    "changed": (lambda _: CompileRecord().passes(changed="no"), "changed is 'no': give True or F"),
+    "changed pass": (lambda _: CompileRecord().only_pass("x", changed=1), "changed is 1: give"),
+    "graphs": (lambda _: CompileRecord().assert_compiles("1"), "graphs is '1': give a whole"),
+    "recompiles": (lambda _: CompileRecord().assert_compiles(1, None), "recompiles is None: give"),
+    "chunked graph": (lambda _: chunk_pass(None, config=CHUNKS), "gm is None: give a GraphModule"),
+    "chunks": (
+        lambda _: chunk_pass(endless(), config="l.*"),
+        "config is 'l.*': give a ChunkConfig",
+    ),
+    "twin": (lambda _: chunk_pass(endless(), config=CHUNKS, twin=X), "twin is tensor("),
+    "call": (lambda _: Adapter(none, call=3), "call is 3: give a function"),
+    "strict": (lambda _: Adapter(none, strict="no"), "strict is 'no': give True or False"),
+    "options of a pass": (lambda _: Adapter(none, options=[1]), "options is [1]: give values by"),
+    "not claimed": (lambda _: Adapter(none, not_claimed=["E6"]), "not_claimed is ['E6']: give"),
+    "models": (lambda _: Adapter(none, models="my:m"), "models is 'my:m': give a list"),
+    "limit": (lambda _: Adapter(none, limit="60"), "limit is '60': give a number of seconds"),
     "meaning": (lambda _: entered(meaning("aten::mul", 3)), "reference is 3: give a function"),
 }
 

@@ -475,6 +475,9 @@ class _Layout:
     def _named(self, outputs: Sequence[Any], gradients: Sequence[Any]) -> dict[str, Tensor]:
         found = {}
         for place, leaf in enumerate(outputs):
+            # A number, as of a dynamic size, that a graph returns.
+            if isinstance(leaf, bool | int | float):
+                leaf = torch.tensor(leaf, device="cpu")
             if isinstance(leaf, Tensor):
                 found[f"output {place}"] = leaf
         if self.has_backward:

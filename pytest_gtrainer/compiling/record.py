@@ -10,7 +10,7 @@ from torch import fx
 
 from pytest_gtrainer import facts
 from pytest_gtrainer.compiling.proving import CompileProof, StageProof, prove_stages
-from pytest_gtrainer.facts import FailedCheck, counted
+from pytest_gtrainer.facts import FailedCheck, check_switches, check_type, counted
 from pytest_gtrainer.proofs.proof import AnotherFunction
 from pytest_gtrainer.proofs.prove import check_kind, emit_assumptions
 from pytest_gtrainer.worlds.simulate import AnyWorld
@@ -192,6 +192,7 @@ class CompileRecord:
         return f"CompileRecord of {counted(len(self.graphs), 'graph')}{self._events()}"
 
     def __getitem__(self, place: int) -> CompiledGraph:
+        check_type(place, int, "the place of a compiled graph", "a whole number")
         self._check_not_empty()
         if not -len(self.graphs) <= place < len(self.graphs):
             raise NotRecorded(
@@ -253,6 +254,8 @@ class CompileRecord:
         return found
 
     def _runs_of(self, name: str | None, changed: bool | None) -> list[RecordedPass]:
+        if changed is not None:
+            check_switches(changed=changed)
         self._check_not_empty()
         runs: list[RecordedPass] = []
         for graph in self.graphs:
@@ -369,6 +372,8 @@ class CompileRecord:
             AssertionError: other numbers; with the guards that failed and the graph breaks.
         """
         __tracebackhide__ = True
+        check_type(graphs, int, "graphs", "a whole number")
+        check_type(recompiles, int, "recompiles", "a whole number")
         self._check_complete()
         first, again = len(self.compiled), len(self.recompiled)
         if (first, again) != (graphs, recompiles):

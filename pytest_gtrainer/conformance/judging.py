@@ -5,6 +5,7 @@ A judge raises ``AssertionError`` if the rule is broken; ``Nothing`` if it could
 
 import fnmatch
 import importlib
+import math
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import FrameType
 from typing import Any
+from unittest import SkipTest
 
 import pytest
 import torch.distributed as dist
@@ -129,6 +131,17 @@ class Adapter:
             raise TypeError(f"a pass is a function, and {self.function!r} is none")
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r}: expected one of {', '.join(KINDS)}")
+        if self.call is not None:
+            facts.check_callable(call=self.call)
+        facts.check_switches(in_place=self.in_place, strict=self.strict)
+        facts.check_type(self.options, Mapping, "options", "values by name")
+        facts.check_type(self.not_claimed, Mapping, "not_claimed", "reasons by rule")
+        facts.check_type(self.broken, Mapping, "broken", "reasons by rule")
+        if isinstance(self.models, str):
+            raise TypeError(f"models is {self.models!r}: give a list of them")
+        facts.check_type(self.limit, (int, float), "limit", "a number of seconds")
+        if not 0 < self.limit < math.inf:  # a timer of 0 s would be none
+            raise ValueError(f"limit={self.limit}: give a number of seconds, above 0")
         if self.models and self.kind == "chunking":
             raise ValueError(
                 "kind='chunking' is judged against eager chunking of our own models: leave "
@@ -230,6 +243,17 @@ CRASHES = (
     RecursionError,
     StopIteration,
     WrittenConstantError,
+)
+
+
+# A pass that skips a test would take its rule out of the table.
+ENDS = (
+    SystemExit,
+    SkipTest,
+    pytest.skip.Exception,
+    pytest.xfail.Exception,
+    pytest.fail.Exception,
+    pytest.exit.Exception,
 )
 
 
@@ -340,11 +364,11 @@ class PassRun:
                 return self.adapter.run(gm, **{**given, **other})
         except Hung as error:
             raise Raised(str(error)) from error
-        except Exception as error:
+        except (Exception, *ENDS) as error:
             first_line = (str(error).strip() or "no message").partition("\n")[0]
             message = f"{name} raised {type(error).__name__}: {first_line}"
             is_bare_assertion = isinstance(error, AssertionError) and not error.args
-            if is_bare_assertion or isinstance(error, CRASHES):
+            if is_bare_assertion or isinstance(error, (*CRASHES, *ENDS)):
                 raise Raised(message) from error
             raise Refused(message) from error
 

@@ -99,7 +99,8 @@ def check_twins(fqn: str, graphs: tuple[Any, Any], config: ChunkConfig) -> None:
     """
     twins = Twins(*graphs, config.num_chunks)
     storages = Storages(twins.full.graph)
-    check_bodies(twins, find_regions(twins, config, storages), storages, config)
+    if any(node.op == "call_function" for node in twins.full.graph.nodes):
+        check_bodies(twins, find_regions(twins, config, storages), storages, config)
 
     for place, node in enumerate(twins.full.graph.output_node().all_input_nodes):
         value, dims = node.meta["val"], twins.dims.get(node)

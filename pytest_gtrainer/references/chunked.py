@@ -4,7 +4,7 @@ This is what a chunked graph is equal to, bit for bit, with early gradient accum
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from pytest_gtrainer._torch.fsdp2 import is_block_mask, split_block_mask
 from pytest_gtrainer._torch.tracing import annotate
+from pytest_gtrainer.facts import check_type
 from pytest_gtrainer.graph.nodes import BODY, EAGER, MATERIALIZATION, SPLIT_BOUNDARY, annotation
 from pytest_gtrainer.passes.chunking.config import MOE, ChunkConfig, ChunkError
 from pytest_gtrainer.references.chunk_judges import ForwardJudge, check_twins, twin_graphs
@@ -51,7 +52,10 @@ def eager_chunked(model: nn.Module, config: ChunkConfig) -> EagerChunking:
 
     Raises:
         ChunkError: no module matches, or one is chunked already in another way.
+        TypeError: ``model`` is no module, or ``config`` no ``ChunkConfig``.
     """
+    check_type(model, nn.Module, "model", "an nn.Module")
+    check_type(config, ChunkConfig, "config", "a ChunkConfig")
     matching = {}
     for fqn, module in model.named_modules():
         if fqn and config.matches(fqn):
@@ -69,7 +73,7 @@ def eager_chunked(model: nn.Module, config: ChunkConfig) -> EagerChunking:
         forward = module.__dict__.get("forward")
         if not isinstance(forward, _ChunkedForward):
             signature = inspect.signature(module.forward)
-            fresh[fqn] = _ChunkedForward(module.forward, config, fqn, forward, signature)
+            fresh[fqn] = _ChunkedForward(module, module.forward, config, fqn, forward, signature)
             continue
         theirs = forward.config
         if (theirs.chunk_dim, theirs.num_chunks) != (config.chunk_dim, config.num_chunks):
@@ -88,26 +92,31 @@ class _ChunkedForward:
     """A module's ``forward`` that runs in chunks.
 
     Attributes:
+        module: the module itself.
         run: the module's forward on all rows.
         replaced: the forward that the instance itself had, if any, instead of that of its class.
-        judged: not empty once the operators of a forward were judged.
+        judged: the ways to call the forward whose operators were judged, see ``_way_of``.
     """
 
+    module: nn.Module
     run: Callable[..., Any]
     config: ChunkConfig
     fqn: str
     replaced: Callable[..., Any] | None
     signature: inspect.Signature
-    judged: list[bool] = field(default_factory=list)
+    judged: set[Hashable] = field(default_factory=set)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = self.signature.bind(*args, **kwargs)
         with self._annotated(SPLIT_BOUNDARY):
             chunks = self._split(bound.arguments)
-        # One forward is judged: chunks and later steps run the same operators.
-        judge = None
-        if not self.judged:
-            judge = self._judge(bound.arguments, chunks[0])
+        # Dynamo traces this call: neither a copy of the module nor a mode can run in it.
+        judge, way = None, None
+        if not torch.compiler.is_compiling() and self.config.module_fqn not in self.config.row_wise:
+            # Chunks, and later steps of the same way, run the same operators.
+            way = self._way_of(bound.arguments)
+            if way not in self.judged:
+                judge = self._judge(way, bound.arguments, chunks[0])
         following: AbstractContextManager[Any] = judge or nullcontext()
         outputs = []
         for index, arguments in enumerate(chunks):
@@ -120,18 +129,33 @@ class _ChunkedForward:
             joined = self._join(outputs)
         if judge is not None:
             judge.check_returned(outputs[0])
-            self.judged.append(True)
+            self.judged.add(way)
         return joined
 
-    def _judge(self, whole: Mapping[str, Any], part: Mapping[str, Any]) -> ForwardJudge | None:
+    def _way_of(self, arguments: Mapping[str, Any]) -> Hashable:
+        """Return what may choose the operators of a forward, but for the numbers of tensors.
+
+        Batch normalisation mixes rows in training alone, and attention may be reached only with a
+        mask, or by a switch of a module.
+        """
+        way: list[Hashable] = [torch.is_grad_enabled()]
+        for name, value in arguments.items():
+            # As text, because symbolic extents have no hash.
+            way.append((name, type(value), tensor_text(value) if isinstance(value, Tensor) else ""))
+        for module in self.module.modules():
+            for name, value in vars(module).items():
+                if value is None or isinstance(value, bool | int | float | str):
+                    way.append((name, value))
+        return tuple(way)
+
+    def _judge(
+        self, way: Hashable, whole: Mapping[str, Any], part: Mapping[str, Any]
+    ) -> ForwardJudge | None:
         """Refuse operators that mix rows, or return a judge that follows the first chunk."""
-        # Dynamo traces this call: neither a copy of the module nor a mode can run in it.
-        if torch.compiler.is_compiling() or self.config.module_fqn in self.config.row_wise:
-            return None
         graphs = twin_graphs(self.fqn, self.run, whole, part)
         if graphs is not None:
             check_twins(self.fqn, graphs, self.config)
-            self.judged.append(True)
+            self.judged.add(way)
             return None
 
         cut = []

@@ -1,5 +1,7 @@
 """Stages of a compilation are proven, each against the one before, and the pass is named."""
 
+import operator
+
 import pytest
 import torch
 from torch import nn
@@ -412,3 +414,21 @@ def test_a_softmax_that_a_compiler_takes_apart_routes_alike():
         for turn in (0, 1)
     ]
     assert [proof.kind for proof in found] == ["reordered", "unknown"]
+
+
+def add_one_more(graph):
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is operator.add:
+            node.args = (node.args[0], node.args[1] + 1)
+
+
+def test_a_number_that_a_graph_returns_is_compared():
+    with gt_compile() as record:
+        torch.compile(
+            lambda x: (x * 2, x.shape[0] + 1),
+            dynamic=True,
+            options={"post_grad_custom_post_pass": add_one_more},
+        )(torch.ones(5, 3))
+    proof = record.prove()
+    assert (proof.kind, proof.weakest.by) == ("another function", "add_one_more")
+    assert proof.weakest.proof.first.result == "output 1"

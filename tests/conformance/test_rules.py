@@ -6,8 +6,10 @@ import fnmatch
 import itertools
 import operator
 import signal
+import sys
 import threading
 import time
+import unittest
 
 import pytest
 import torch
@@ -1327,3 +1329,30 @@ def test_a_backward_of_mixed_dtypes_runs():
         gm, generator = graph_of(recipe), torch.Generator().manual_seed(0)
         inputs = gm.graph.find_nodes(op="placeholder")
         run_graph(gm, [sample(node.meta["val"], generator, node.name) for node in inputs])
+
+
+ENDS = {
+    "skip": lambda: pytest.skip("no"),
+    "xfail": lambda: pytest.xfail("no"),
+    "fail": lambda: pytest.fail("no"),
+    "exit": lambda: pytest.exit("no", returncode=0),
+    "sys.exit": lambda: sys.exit(0),
+    "unittest": lambda: unittest.TestCase().skipTest("no"),
+}
+
+
+@pytest.mark.parametrize("rule", ["written", "fresh"])
+@pytest.mark.parametrize("name", ENDS)
+def test_a_pass_that_ends_the_test_is_neither_skipped_nor_a_refusal(name, rule, request):
+    def ends(gm):
+        ENDS[name]()
+
+    kind = "deduplication"
+    with pytest.raises(AssertionError, match=r"ends raised (Skip|XFail|Fail|Exit|System)\w*: "):
+        judge(RULES[rule], Adapter(ends, kind), request)
+
+
+@pytest.mark.parametrize("limit", [0, -1, float("nan"), float("inf")])
+def test_a_limit_that_is_none_is_refused(limit):
+    with pytest.raises(ValueError, match=r"limit=.*: give a number of seconds, above 0"):
+        Adapter(ours, limit=limit)

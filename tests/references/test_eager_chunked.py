@@ -1,5 +1,7 @@
 """Eager chunking: what is wrapped, what runs, what is refused."""
 
+import re
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -460,3 +462,77 @@ def test_its_annotations_survive_tracing():
         (custom["chunked_region_producer"], custom["chunked_region_role"]) for custom in customs
     } == {("eager", "body")}
     assert all(custom["module_fqn"].startswith(custom["chunked_region_fqn"]) for custom in customs)
+
+
+class Switched(nn.Module):
+    """Mixes rows only when it is called or set up in one way."""
+
+    def __init__(self, mixes) -> None:
+        super().__init__()
+        self.mixes, self.layer, self.on = mixes, nn.Linear(8, 8), False
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x, mask=None):
+        x = self.layer(x)
+        if self.mixes == "norm":
+            return self.norm(x)
+        return x - x.mean(0, keepdim=True) if self.mixes(self, x, mask) else x
+
+
+LATER = {
+    "training": ("norm", lambda block: block.train()(X)),
+    "mask": (lambda *given: given[2] is not None, lambda block: block(X, torch.ones(4, 6))),
+    "attribute": (lambda block, *_: block.on, lambda block: (setattr(block, "on", True), block(X))),
+    "extent": (lambda _, x, __: x.shape[1] > 6, lambda block: block(torch.cat([X, X], 1))),
+    "dtype": (
+        lambda _, x, __: x.dtype == torch.float64,
+        lambda block: block.double()(X.double()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_later_forward_of_another_way_is_judged(name):
+    mixes, later = LATER[name]
+    block = Switched(mixes).eval()
+    eager_chunked(Net(block), BATCH)
+    block(X)
+    block(X)
+    with pytest.raises(ChunkError, match=r"in layers\.0 (brings into rows|takes batch statistics)"):
+        later(block)
+
+
+def test_a_forward_of_one_way_is_judged_once():
+    class Counts(nn.Module):
+        def forward(self, x):
+            return x * x.shape[0]
+
+    block = Counts()
+    eager_chunked(Net(block), BATCH)
+    with warnings.catch_warnings(record=True) as judged:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            block(X)
+    assert [each.category for each in judged] == [ChunkWarning]
+
+
+def test_a_module_without_operators_is_left_as_it_is():
+    class Same(nn.Module):
+        def forward(self, x):
+            return x
+
+    same = Same()
+    eager_chunked(Net(same), BATCH)
+    assert_bitwise_equal(same(x=X), X)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ((None, BATCH), "model is None: give an nn.Module"),
+        ((Net(Block()), "layers.*"), "config is 'layers.*': give a ChunkConfig"),
+    ],
+)
+def test_another_type_is_refused_by_name(given, says):
+    with pytest.raises(TypeError, match=re.escape(says)):
+        eager_chunked(*given)

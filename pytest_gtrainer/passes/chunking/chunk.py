@@ -12,6 +12,7 @@ from torch import fx
 
 from pytest_gtrainer._torch.passes import ALL_TO_ALL, WAIT
 from pytest_gtrainer._torch.process_groups import group_ranks
+from pytest_gtrainer.facts import check_type
 from pytest_gtrainer.graph.collectives import group_of
 from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, direction, is_collective
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, describe
@@ -278,7 +279,12 @@ def chunk_pass(
 
     Raises:
         ChunkError: what cannot be chunked, by module, node and extent, and what to do about it.
+        TypeError: a graph is no GraphModule, or ``config`` no ``ChunkConfig``.
     """
+    check_type(gm, fx.GraphModule, "gm", "a GraphModule")
+    check_type(config, ChunkConfig, "config", "a ChunkConfig")
+    if twin is not None:
+        check_type(twin, fx.GraphModule, "twin", "a GraphModule")
     twins = (gm, twin) if twin is not None else symbolic_twins(gm, example_inputs, config)
     if twins is None:
         raise ChunkError(

@@ -83,7 +83,7 @@ class ChunkConfig:
 
     def __post_init__(self) -> None:
         kind = self.kind  # refuses a pattern of neither kind
-        if self.chunk_dim not in _DIMENSIONS:
+        if not isinstance(self.chunk_dim, str) or self.chunk_dim not in _DIMENSIONS:
             raise ChunkError(f"chunk_dim={self.chunk_dim!r}: choose {BATCH!r} or {SEQUENCE!r}")
         if type(self.num_chunks) is not int or self.num_chunks < 2:
             raise ChunkError(
@@ -101,6 +101,16 @@ class ChunkConfig:
             raise ChunkError(
                 f"row_wise={self.row_wise!r}: give a tuple of full names, such as ('mylib::norm',)"
             )
+        # A configuration is hashed, as the options of a pass are.
+        object.__setattr__(self, "row_wise", tuple(sorted(self.row_wise)))
+        for name in self.row_wise:
+            # Higher-order operators have a word, and functions of Python a text in brackets.
+            is_operator = "::" in name or name.isidentifier() or name.startswith("<")
+            if not is_operator and name != self.module_fqn:
+                raise ChunkError(
+                    f"row_wise names {name!r}, which is neither the full name of an operator, as "
+                    f"'mylib::norm' is, nor the pattern of the modules, {self.module_fqn!r}"
+                )
         if self.chunk_dim == SEQUENCE and kind == BLOCK:
             raise ChunkError(
                 f"module_fqn={self.module_fqn!r} by sequence: a transformer block holds attention, "

@@ -60,6 +60,11 @@ def chunk(
         ),
         ({"row_wise": None}, "row_wise=None: give a tuple of full names"),
         (
+            {"row_wise": ("layers.+",)},
+            r"row_wise names 'layers\.\+', which is neither .*'layers\.\*'",
+        ),
+        ({"chunk_dim": ["batch"]}, r"chunk_dim=\['batch'\]: choose"),
+        (
             {"module_fqn": "layers.*.attention"},
             "names neither transformer blocks, .* nor MoE layers",
         ),

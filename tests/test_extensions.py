@@ -1,4 +1,4 @@
-"""What the hooks of a project give, put together in one process; ``integration/test_hooks.py`` has
+"""The hooks of a project, put together in one process; ``integration/test_hooks.py`` has
 a project.
 """
 

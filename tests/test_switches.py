@@ -1,4 +1,4 @@
-"""Switches of public functions and configurations are True or False; any text would count as True."""
+"""Switches of public functions are True or False; any text would count as True."""
 
 import dataclasses
 import inspect

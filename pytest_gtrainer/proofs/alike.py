@@ -9,8 +9,8 @@ equal expressions, they are equal on each rank.
 The converse does not hold: two different expressions may be equal on every rank. So if two programs
 differ here, all ranks have to run.
 
-Numbers are no functions of the rank. In float64 all ranks have those of the one, and what it gets of
-a collective is what rank 0 would get.
+Numbers are no functions of the rank. In float64 all ranks have those of the one, and what it gets
+of a collective is what rank 0 would get.
 """
 
 from collections.abc import Sequence

@@ -164,7 +164,7 @@ def test_a_fused_optimiser_is_the_same_function(name):
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)], ids=str)
 @pytest.mark.parametrize("operator", ["aten::digamma", "aten::digamma.default"])
 def test_meanings_end_in_any_order(order, operator):
-    """As fixtures and generators do; the last one that is left counts."""
+    """Fixtures and generators do so; the last one that is left counts."""
     blocks = []
     for number in range(3):
         blocks.append(meaning(operator, lambda x, number=number: number))

@@ -31,7 +31,7 @@ SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Setting:
-    """How a pass is fuzzed.
+    """The way a pass is fuzzed.
 
     Attributes:
         module: of the pass.
@@ -580,7 +580,7 @@ def _run(path: Path, text: str) -> ModuleType:
 
 @dataclass
 class Found:
-    """What came of fuzzing a pass.
+    """The result of fuzzing a pass.
 
     Attributes:
         words: how it fails; "" if it does on no graph.

@@ -1,4 +1,4 @@
-"""Dynamo's graph with its backward, traced in one process: which tangent belongs to which output."""
+"""Dynamo's graph with its backward, traced in one process: the tangent of each output."""
 
 import pytest
 import torch

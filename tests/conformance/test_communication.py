@@ -1,4 +1,4 @@
-"""What two graphs have to send alike: reductions by kind, dtype, elements and ranks, and bytes."""
+"""Two graphs send alike: reductions by kind, dtype, elements and ranks, and bytes."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which inline expectations a run accepts of the reports of its tests: in one process."""
+"""A run accepts some inline expectations of the reports of its tests: in one process."""
 
 from types import SimpleNamespace
 

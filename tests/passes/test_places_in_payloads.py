@@ -1,4 +1,4 @@
-"""Where in a payload an item or a slice lies: small functions, each by a table."""
+"""Places of items and slices in a payload: small functions, each by a table."""
 
 import operator
 

@@ -1,4 +1,4 @@
-"""Tensors without elements: what a program makes of them is compared with nothing, and that is said.
+"""Tensors without elements: what a program makes of them is compared with nothing, which is said.
 
 The sum of no elements is 0, and twice that is 0, too.
 """

@@ -1,4 +1,4 @@
-"""What is said of ranks by their last calls: which differ, who waits for ever, and for whom."""
+"""Ranks by their last calls: which differ, who waits for ever, and for whom."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What the arguments of a ``gt_world`` marker may be: each bound from both sides."""
+"""Arguments of a ``gt_world`` marker: each bound from both sides."""
 
 import math
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What a command has left of the ranks and their groups, and which failures are one: by table."""
+"""Ranks and groups that a command has left, and failures that are one: by table."""
 
 from types import SimpleNamespace
 
@@ -76,7 +76,7 @@ def test_which_failures_are_alike(waiting_in, said, is_like):
 
 
 def test_the_teams_that_were_used_longest_ago_are_stopped(monkeypatch):
-    """As many as make room, and those that are gone do not count."""
+    """Teams end until there is room, and those that are gone do not count."""
     monkeypatch.setattr(pool.devices, "resolve", lambda config: SimpleNamespace(slots=4))
     stopped = []
     teams = {key: SimpleNamespace(size=key, alive=key != 3) for key in (2, 3, 4, 1)}

@@ -264,7 +264,7 @@ def holding(constant):
 @pytest.mark.parametrize("count", [1, 2, 100, 5_000])
 @pytest.mark.parametrize("place", [0, -1], ids=["first", "last"])
 def test_a_constant_of_another_rank_is_told_whichever_element_it_is(count, place):
-    """Of many numbers a rank keeps a digest, which is one of all of them."""
+    """A rank keeps a digest of many numbers, which is one of all of them."""
     constants = torch.zeros(count), torch.zeros(count), torch.zeros(count)
     constants[2][place] = 1
     lines = {rank: list(node_lines(holding(each), rank, {})) for rank, each in enumerate(constants)}

@@ -126,8 +126,7 @@ def exchange_on_ranks(mode: ArithmeticMode, func: Any, args: Any, kwargs: Any) -
     with without_modes():
         result = func(*args, **kwargs)
         # The exchange has the group for itself: nothing else of it is under way then.
-        for output in tensors_in(result):
-            torch.ops._c10d_functional.wait_tensor(output)
+        pytree.tree_map_only(Tensor, torch.ops._c10d_functional.wait_tensor, result)
         calls = gather_objects(sent, group)
 
     calls = pytree.tree_map_only(_SentTensor, lambda numbers: _unpack(mode, numbers), calls)

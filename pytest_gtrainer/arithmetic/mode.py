@@ -408,7 +408,9 @@ class ArithmeticMode(TorchDispatchMode):
     def _communicate(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
         """Issue a collective of ranks on threads, which compute it under a mode."""
         if not self._communicates:
-            raise NoMeaning(f"{func} communicates: give the world of its ranks, world=")
+            raise NoMeaning(
+                f"{func} communicates: give the world of its ranks, world=, or its mesh, mesh="
+            )
         if base not in _OUT_OF_PLACE:
             return func(*args, **kwargs)
         # Its kernel copies the operand, which no dispatch mode sees, and reduces the copy.

@@ -6,8 +6,6 @@ model, by FQN and placement.
 """
 
 import copy
-import difflib
-import fnmatch
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_gtrainer import facts
-from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.field import Field, FieldWithExponents
 from pytest_gtrainer.arithmetic.hashing import scramble
@@ -52,6 +49,7 @@ from pytest_gtrainer.proofs.on_ranks import exchange_on_ranks
 from pytest_gtrainer.proofs.proof import AnotherFunction, FirstDifference, Kind, Proof
 from pytest_gtrainer.proofs.prove import common_factor, emit_assumptions
 from pytest_gtrainer.references.first_module import first_module
+from pytest_gtrainer.references.same_model_arguments import check_arguments, check_local_is_used
 from pytest_gtrainer.references.sides import (
     Batch,
     Combine,
@@ -98,8 +96,9 @@ def assert_same_model(
         parallel: builds this rank's model, of the mesh if it takes an argument; by torch's own
             code, such as ``fully_shard`` and ``parallelize_module``.
         reference: builds the unsharded model, with the same FQNs.
-        step: ``step(model, *batch(coordinate))`` is the loss, a mean over this rank's batch.
-        batch: the inputs by data coordinate. Ranks that share one give the same.
+        step: ``step(model, *batch(coordinate))`` is the loss, one number, a mean over this rank's
+            batch.
+        batch: the inputs by data coordinate, in a tuple. Ranks that share one give the same.
         mesh: of a ranks or simulated world; in a ranks world every rank calls this. None for a
             model without process groups, in one process.
         data_dims: dimensions of the mesh along which ranks have other batches; () if all ranks have
@@ -120,27 +119,19 @@ def assert_same_model(
     Raises:
         AnotherFunction: the first gradient or loss that differs, the rank, the factor if it is a
             small fraction, and what would repair it.
-        TypeError: the step returns something that is no loss.
+        TypeError: an argument of another type, or a step that returns something that is no loss.
         VacuousCheck: a mesh of one rank, or one on which no rank communicates or has a part of a
             parameter. Dimensions along which that is so are named under ``assumes`` of the proof.
         ValueError: a mesh without names, or without one of ``data_dims``; a dimension in both of
             ``data_dims`` and ``loss_dims``; equal batches; a reference without gradients, or one
-            that ``parallel`` has changed; other FQNs or shapes; a pattern that matches nothing.
+            that ``parallel`` has changed; other FQNs or shapes; a pattern that matches nothing, or by
+            which no rank has a part; a loss of several numbers; an empty batch.
     """
     __tracebackhide__ = True
     refuse_no_numbers()
-    models = Models(parallel, reference, step, batch, data_dims, combine, local or {})
-    _check_dims(mesh, data_dims, "data_dims")
-    _check_dims(mesh, loss_dims, "loss_dims")
-    both = sorted({*data_dims} & {*loss_dims})
-    if both:
-        raise ValueError(
-            f"data_dims and loss_dims both have {', '.join(map(repr, both))}: along a dimension "
-            "ranks have other batches, and each its own loss, or they compute parts of one loss"
-        )
-    _check_combine(combine, loss_dims)
-    _check_local(models, mesh)
-    _check_batches(models, data_coordinate(mesh, data_dims)[1])
+    given_parts = {} if local is None else local
+    models = Models(parallel, reference, step, batch, data_dims, combine, given_parts)
+    check_arguments(models, mesh, loss_dims)
     if mesh is not None and mesh.size() == 1:
         raise VacuousCheck(
             "a mesh of one rank: nothing is parallel on it, so equal results prove nothing. Take "
@@ -217,52 +208,6 @@ def _said_of_draws(models: Models, mesh: DeviceMesh | None) -> str:
     )
 
 
-def _check_dims(mesh: DeviceMesh | None, dims: Sequence[str], argument: str) -> None:
-    """Refuse dimensions that the mesh does not have: all ranks would get one batch."""
-    if mesh is None:
-        return
-    names = mesh.mesh_dim_names
-    if names is None:
-        raise ValueError("the mesh has no names: give its dimensions names, mesh_dim_names=")
-    if any(name not in names for name in dims):
-        means = "have other batches" if argument == "data_dims" else "compute parts of one loss"
-        raise ValueError(
-            f"{argument}={tuple(dims)}: the mesh has {', '.join(map(repr, names))}. Name those "
-            f"along which ranks {means}, or () if there are none"
-        )
-
-
-def _check_combine(combine: Combine, loss_dims: Sequence[str]) -> None:
-    if not callable(combine) and combine not in ("mean", "sum"):
-        raise ValueError(f'combine={combine!r}: take "mean", "sum", or a function of the losses')
-    if callable(combine) and loss_dims:
-        raise ValueError(
-            'combine is a function, and nobody knows how parts along loss_dims add up: take "mean" '
-            'or "sum", or let the step return the whole loss'
-        )
-
-
-def _check_local(models: Models, mesh: DeviceMesh | None) -> None:
-    """Refuse patterns that match no parameter, and dimensions that do not exist."""
-    if not models.local:
-        return
-    names = () if mesh is None else mesh.mesh_dim_names or ()
-    parameters = dict(models.build_reference().named_parameters())
-    for pattern, (mesh_dim, dim) in models.local.items():
-        said = f"local={{{pattern!r}: {(mesh_dim, dim)}}}"
-        matched = fnmatch.filter(parameters, pattern)
-        if not matched:
-            close = difflib.get_close_matches(pattern, parameters, n=1, cutoff=0.4)
-            suggestion = f"; did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"{said}: the reference has no parameter of that name{suggestion}")
-        if mesh_dim not in names:
-            raise ValueError(f"{said}: the mesh has {', '.join(map(repr, names)) or 'no ranks'}")
-        for fqn in matched:
-            if not 0 <= dim < parameters[fqn].ndim:
-                shape = list(parameters[fqn].shape)
-                raise ValueError(f"{said}: {fqn} has shape {shape}, and no dimension {dim}")
-
-
 def _reference_now(models: Models, mesh: DeviceMesh | None) -> SideResults:
     """Return what the unsharded model makes in the field."""
     _, coordinates = data_coordinate(mesh, models.data_dims)
@@ -296,32 +241,6 @@ def _check_reference_stays(before: Mapping[str, Tensor], after: Mapping[str, Ten
                 "that changes a class, a function or an object which the reference uses, too. Or "
                 "the reference, the step or the batch give other numbers at each call"
             )
-
-
-def _check_batches(models: Models, coordinates: int) -> None:
-    """Refuse batches of whole numbers that are equal: then no reduction over data would show."""
-    batches = [
-        pytree.tree_leaves(tuple(models.batch(coordinate))) for coordinate in range(coordinates)
-    ]
-    for later in range(1, coordinates):
-        for earlier in range(later):
-            if _are_equal(batches[earlier], batches[later]):
-                raise ValueError(
-                    f"batch({earlier}) and batch({later}) are equal whole numbers, so a gradient "
-                    "that nobody reduces would not show: give each data coordinate its own"
-                )
-
-
-def _are_equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    if len(first) != len(second):
-        return False
-    for own, other in zip(first, second, strict=True):
-        if not isinstance(own, Tensor) or not isinstance(other, Tensor):
-            if own is not other and own != other:
-                return False
-        elif own.is_floating_point() or not torch.equal(own, other):
-            return False  # floating-point numbers are abstract, and so never equal
-    return True
 
 
 def _proof_of(
@@ -687,6 +606,7 @@ def _run_both_sides(
 
         found = run_threads(mesh.size(), run_rank, net=net, under=mode.on_another_thread)
         found[0].note(mode)
+    check_local_is_used(models, mesh, found)
     # Second, as only the parallel side knows whether a schedule calls backward.
     is_scaled = {side.is_scaled for side in found}
     if len(is_scaled) > 1:

@@ -5,6 +5,7 @@ tensor is what a rank holds of it that was sliced by hand, so no DTensor says wh
 """
 
 import inspect
+import reprlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,6 +29,7 @@ from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer._torch.wrapped_modules import name_without_wrappers
 from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode, CountReads
+from pytest_gtrainer.facts import check_type
 from pytest_gtrainer.numerics.bits import held
 from pytest_gtrainer.proofs.contexts import Elements
 from pytest_gtrainer.proofs.further_runs import Chances
@@ -65,7 +67,8 @@ class SideResults:
         gradients: whole ones, by FQN; without those of parameters that have none.
         sizes: by FQN the sum of the sizes of a gradient's real numbers.
         tied: the FQNs of each parameter that has several.
-        parts: of parameters that were sliced by hand, which part of the whole this is.
+        parts: of tensors that were sliced by hand, which part of the whole this is.
+        used_local: the patterns of ``local`` that said so.
         is_scaled: gradients are multiplied by an abstract number.
         calls: what modules return, by data coordinate, if they are followed.
         of_batches: of the reference, if modules are followed: the gradients of each data coordinate
@@ -93,6 +96,7 @@ class SideResults:
     sizes: dict[str, float] = field(default_factory=dict)
     tied: list[list[str]] = field(default_factory=list)
     parts: dict[str, Part] = field(default_factory=dict)
+    used_local: set[str] = field(default_factory=set)
     is_scaled: bool = True
     calls: dict[int, Calls] = field(default_factory=dict)
     of_batches: list[dict[str, Tensor]] = field(default_factory=list)
@@ -175,6 +179,7 @@ class Models:
                     raise TypeError(
                         f"the step returns {_spell_type(loss)} for the reference: return the loss"
                     )
+                _check_one_number(loss, "the step", "for the reference")
                 side.losses[coordinate] = elements_of(mode, loss)
                 side.exponents[coordinate] = exponents_of(mode, loss)
                 side.real[coordinate, total] = real_number(loss)
@@ -200,7 +205,14 @@ class Models:
 
     def _combined(self, losses: Sequence[Tensor]) -> Tensor:
         if not isinstance(self.combine, str):
-            return self.combine(losses)
+            whole = self.combine(losses)
+            if not isinstance(whole, Tensor):
+                raise TypeError(
+                    f"combine returns {_spell_type(whole)}: return one loss, made of all that it "
+                    "is given"
+                )
+            _check_one_number(whole, "combine", "for all losses")
+            return whole
         total: Any = sum(losses)
         return total / len(losses) if self.combine == "mean" else total
 
@@ -209,9 +221,7 @@ class Models:
     ) -> SideResults:
         """Run this rank's model on this rank's batch, inside of the mode."""
         side, elements = SideResults(), Elements(mode)
-        takes_mesh = mesh is not None and bool(inspect.signature(self.parallel).parameters)
-        built = self.parallel(mesh) if takes_mesh else self.parallel()
-        model, step = built if isinstance(built, tuple) else (built, self.step)
+        model, step = self._build_parallel(mesh)
         self._load(side, model, self.new_reference(elements).state_dict(), mesh)
         side.precisions = precisions(model)
         side.is_compiled = any(map(is_compiled, model.modules()))
@@ -222,6 +232,8 @@ class Models:
         with _groups_used() as groups:
             with calls.followed(model, partial(elements_of, mode)) if follows else nullcontext():
                 loss = step(model, *inputs)
+            if isinstance(loss, Tensor):
+                _check_one_number(loss, "the step", "for the parallel model")
             side.is_scaled = isinstance(loss, Tensor) and loss.requires_grad
             if side.is_scaled:
                 backward(loss, elements)
@@ -238,6 +250,24 @@ class Models:
         _take_gradients(side, mode, model)
         return side
 
+    @property
+    def takes_mesh(self) -> bool:
+        """Whether what builds the parallel model takes an argument."""
+        return bool(inspect.signature(self.parallel).parameters)
+
+    def _build_parallel(self, mesh: DeviceMesh | None) -> tuple[nn.Module, Step]:
+        """Build this rank's model; its step comes second."""
+        takes_mesh = mesh is not None and self.takes_mesh
+        built = self.parallel(mesh) if takes_mesh else self.parallel()
+        is_pair = isinstance(built, tuple) and len(built) == 2
+        model, step = built if is_pair else (built, self.step)
+        if not isinstance(model, nn.Module) or not callable(step):
+            raise TypeError(
+                f"parallel returns {reprlib.repr(built)}: return the nn.Module that it builds, or "
+                "a tuple of it and its own step"
+            )
+        return model, step
+
     def _load(
         self, side: SideResults, model: nn.Module, whole: Mapping[str, Any], mesh: DeviceMesh | None
     ) -> None:
@@ -252,7 +282,7 @@ class Models:
             if not isinstance(own, Tensor):
                 continue
             if own.shape != value.shape:
-                side.parts[name] = self._part_of(name, own, value, mesh)
+                side.parts[name] = self._part_of(side, name, own, value, mesh)
                 value = side.parts[name].of(value)
             if isinstance(own, DTensor):
                 # Every rank has the whole tensor, so none scatters: a scatter needs even shards.
@@ -287,7 +317,9 @@ class Models:
             dims |= _dims_between(mesh, ranks)
         return dims
 
-    def _part_of(self, name: str, own: Tensor, whole: Tensor, mesh: DeviceMesh | None) -> Part:
+    def _part_of(
+        self, side: SideResults, name: str, own: Tensor, whole: Tensor, mesh: DeviceMesh | None
+    ) -> Part:
         """Return which part of a whole tensor this rank's own is, by the mapping of ``local=``."""
         shapes = f"{name} has shape {list(own.shape)}, and {list(whole.shape)} in the reference"
         for pattern, (mesh_dim, dim) in self.local.items():
@@ -300,6 +332,7 @@ class Models:
             each = -(-extent // count)
             start = min(place * each, extent)
             part = Part(dim, start, min(each, extent - start))
+            side.used_local.add(pattern)
             expected = part.of(whole).shape
             if own.shape != expected:
                 raise ValueError(
@@ -315,19 +348,30 @@ class Models:
     def build_reference(self) -> nn.Module:
         with random_states_kept():
             seed_torch(0)
-            return self.reference()
+            model = self.reference()
+        check_type(model, nn.Module, "what reference returns", "the nn.Module that it builds")
+        return model
 
     def new_reference(self, elements: Elements) -> nn.Module:
         model = self.build_reference()
         elements.make_abstract(model)
         return model
 
+    def batch_of(self, coordinate: int) -> tuple[Any, ...]:
+        """Return the inputs of a data coordinate; refuse a tensor, whose rows would each be one."""
+        batch: Any = self.batch(coordinate)
+        give = "a tuple of the step's inputs, one as (x,)"
+        check_type(batch, (tuple, list), f"batch({coordinate})", give)
+        if not batch:
+            raise ValueError(f"batch({coordinate}) is empty: give {give}")
+        return tuple(batch)
+
     def inputs(self, elements: Elements, coordinate: int) -> tuple[Any, float]:
         """Return the inputs of a data coordinate, and the sum of their real numbers."""
         with random_states_kept():
             # Both sides get the same numbers, also if the batch draws them.
             seed_torch(1 + coordinate)
-            leaves, spec = pytree.tree_flatten(tuple(self.batch(coordinate)))
+            leaves, spec = pytree.tree_flatten(self.batch_of(coordinate))
         total = 0.0
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -340,6 +384,15 @@ class Models:
 
 def _spell_type(value: object) -> str:
     return "None" if value is None else f"a value of type {type(value).__name__}"
+
+
+def _check_one_number(loss: Tensor, who: str, of: str) -> None:
+    """Refuse what ``loss.backward()`` would refuse without a gradient for it."""
+    if loss.numel() != 1:
+        raise ValueError(
+            f"{who} returns a tensor of shape {list(loss.shape)} {of}, whose gradients nobody can "
+            "add up: return the loss, one number, as its mean or sum"
+        )
 
 
 def backward(loss: Tensor, elements: Elements | None) -> None:

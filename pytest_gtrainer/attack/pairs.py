@@ -15,7 +15,9 @@ memory, and a view that changes nothing has the number of its operand. Both vers
 numbers, because only that shows layouts: a pass may leave metadata that is no longer true.
 
 Nodes that write or draw have to be the same in both versions, in one order. So a value of memory
-that is written to has, besides its number, an *epoch*: how often that has been written so far.
+that is written to has, besides its number, an *epoch*: how often that has been written so far. Two
+such memories are never one, but as long as nobody has written to them, who reads them gets what any
+equal call gives.
 
 Cost: linear in the nodes. Source: "SAT sweeping" of circuits, Kuehlmann and Krohm, 1997.
 """
@@ -23,6 +25,7 @@ Cost: linear in the nodes. Source: "SAT sweeping" of circuits, Kuehlmann and Kro
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -87,25 +90,31 @@ def cut_to_pairs(
         old.number(node, numbers)
     # Before the new version adds numbers of its own.
     known = set(numbers.values())
-    partners = _partners(after, before)
+    by_name = {node.name: node for node in before.graph.nodes}
+    partners = _partners(after, by_name)
     pairs: list[Pair] = []
     for node in after.graph.nodes:
         number = new.number(node, numbers)
         if number in known:
             continue
         if node.op == "output" or node in new.stateful:
-            pairs += _pairs_of_operands(node, new, old)
+            pairs += _pairs_of_operands(node, _partner_in_order(node, new, old), new, old)
             continue
+        same = by_name.get(node.name)
+        if same is not None and _is_decided(node) and _may_read_alike(node, same, new, old):
+            with suppress(CannotCut):
+                pairs += _pairs_of_operands(node, same, new, old)
+                continue
         for partner in partners.get(node, ()):
             if _may_be_pair(node, partner, new, old):
                 pairs.append((node, partner))
-                new.numbers[node] = old.numbers[partner]
+                new.take_number(node, old, partner)
                 break
     if len(old.stateful) != len(new.stateful):
         raise CannotCut("writes or draws are gone")
     if not pairs:
         return None
-    shared = set(new.numbers.values()) & set(old.numbers.values())
+    shared = new.known() & old.known()
     cones = _cones_of(pairs, new, old, shared)
     if is_deeper:
         cones = _cones_of(pairs, new, old, shared - _numbers_of_inputs(cones))
@@ -147,6 +156,7 @@ class _Layouts(fx.Interpreter):
         super().__init__(gm)
         self.of: dict[fx.Node, tuple[Any, ...]] = {}
         self.roots: dict[fx.Node, fx.Node] = {}
+        self._memory: dict[fx.Node, int] = {}
 
     def run_node(self, node: fx.Node) -> Any:
         value = super().run_node(node)
@@ -155,22 +165,29 @@ class _Layouts(fx.Interpreter):
         shape, stride = tuple(value.shape), value.stride()
         bits = value.dtype, value.is_conj(), value.is_neg()
         self.of[node] = value.storage_offset(), shape, stride, *bits
-        if len(node.all_input_nodes) == 1 and _may_be_view(node):
-            operand = node.all_input_nodes[0]
-            shown = self.env[operand]
-            memory = value.untyped_storage().data_ptr()
-            # A reshape is a view, or a copy. Empty tensors have no memory.
-            if isinstance(shown, Tensor) and memory == shown.untyped_storage().data_ptr() != 0:
-                self.roots[node] = self.roots.get(operand, operand)
+        operand = _shown_operand(node)
+        self._memory[node] = memory = value.untyped_storage().data_ptr()
+        # A reshape is a view, or a copy. Empty tensors have no memory.
+        if operand is not None and memory == self._memory.get(operand) != 0:
+            self.roots[node] = self.roots.get(operand, operand)
         return value
 
 
-def _may_be_view(node: fx.Node) -> bool:
-    """Return whether the layout of a node says which elements of its operand it shows."""
+def _shown_operand(node: fx.Node) -> fx.Node | None:
+    """Return the operand of which a node shows elements, as its layout says; None for no view.
+
+    Extents may be read from other tensors, whose shapes are known.
+    """
+    if node.target is operator.getitem:
+        parts = node.all_input_nodes[0]  # such as those of a split
+        return _shown_operand(parts) if is_view(parts.target) else None
     # ``as_strided`` may show elements of the memory that its operand has not.
     if not isinstance(node.target, OpOverload) or node.target is torch.ops.aten.as_strided.default:
-        return False
-    return is_view(node.target) or is_composite(node.target)
+        return None
+    if not is_view(node.target) and not is_composite(node.target):
+        return None
+    operands = [each for each in node.all_input_nodes if not short_name(each).startswith("sym_")]
+    return operands[0] if len(operands) == 1 else None
 
 
 class _Version:
@@ -179,6 +196,7 @@ class _Version:
     Attributes:
         layouts: of all tensors, as a run has shown them.
         numbers: of nodes; of memory that is written to they say which it is, not its value.
+        values: numbers of what nodes make, before anybody writes to it.
         stateful: nodes whose place among each other matters.
         created: nodes that make memory which others write to. Equal ones are not one.
         shows: nodes whose value is such memory, or a view of it.
@@ -190,7 +208,10 @@ class _Version:
         self.layouts = _Layouts(gm)
         with random_states_kept(), torch.no_grad():
             self.layouts.run(*draw_inputs(inputs_of, seed=0))
+        inputs = gm.graph.find_nodes(op="placeholder")
+        self._inputs = {node: place for place, node in enumerate(inputs)}
         self.numbers: dict[fx.Node, int] = {}
+        self.values: dict[fx.Node, int] = {}
         self.stateful: dict[fx.Node, int] = {}
         self.created: dict[fx.Node, int] = {}
         self.epochs: dict[fx.Node, dict[fx.Node, int]] = {}
@@ -231,41 +252,65 @@ class _Version:
         Raises:
             CannotCut: nobody knows what the node does.
         """
+        number = self._number_of(node, numbers, of_memory=True)
+        self.numbers[node] = self.values[node] = number
+        if node in self.shows and node not in self.stateful:
+            self.values[node] = self._number_of(node, numbers, of_memory=False)
+        return number
+
+    def _number_of(self, node: fx.Node, numbers: dict[Any, int], of_memory: bool) -> int:
+        """Return the number of a node; or of its value, as if nobody wrote to its memory."""
         key: Any
         if node.op == "placeholder":
-            key = "input", len(self.numbers)
+            key = "input", self._inputs[node]
         elif node.op == "output":
-            key = "output", self._spelled(node.args, node)
+            key = "output", self._spelled(node.args, node, of_memory)
         elif node in self.layouts.roots:
             root = self.layouts.roots[node]
+            number = self.numbers[root] if of_memory else self.values[root]
             layouts = self.layouts.of[root], self.layouts.of[node]
             if layouts[0] == layouts[1]:
-                self.numbers[node] = self.numbers[root]
-                return self.numbers[node]
-            key = "view", self.numbers[root], layouts
+                return number
+            key = "view", number, layouts
         elif node.op == "get_attr":
             key = "attribute", _spelled_attribute(held(self.gm, str(node.target)))
         elif isinstance(node.target, OpOverload) or node.target in _KNOWN:
-            place = self.stateful.get(node), self.created.get(node)
-            key = node.target, place, self._spelled((node.args, node.kwargs), node)
+            place = self.stateful.get(node), self.created.get(node) if of_memory else None
+            key = node.target, place, self._spelled((node.args, node.kwargs), node, of_memory)
         else:
             raise CannotCut(f"{node} calls {node.target}")
-        self.numbers[node] = numbers.setdefault(key, len(numbers))
-        return self.numbers[node]
+        return numbers.setdefault(key, len(numbers))
 
-    def value(self, operand: fx.Node, reader: fx.Node) -> tuple[int, int]:
-        """Return number and epoch of an operand, which say what a reader gets."""
-        return self.numbers[operand], self.epochs[reader][operand]
+    def take_number(self, node: fx.Node, other: "_Version", partner: fx.Node) -> None:
+        """Count on as if a node were the one of the other version."""
+        self.numbers[node] = other.numbers[partner]
+        self.values[node] = other.values[partner]
 
-    def _spelled(self, argument: Any, reader: fx.Node) -> Any:
+    def known(self) -> set[int]:
+        """Return all numbers of nodes and values."""
+        return {*self.numbers.values(), *self.values.values()}
+
+    def value(self, operand: fx.Node, reader: fx.Node, of_memory: bool = True) -> tuple[int, int]:
+        """Return number and epoch of an operand, which say what a reader gets.
+
+        Args:
+            of_memory: to who writes to it, or shows it, it matters which memory it is.
+        """
+        epoch = self.epochs[reader][operand]
+        is_memory = of_memory and (reader in self.shows or reader in self.stateful)
+        if epoch or is_memory:
+            return self.numbers[operand], epoch
+        return self.values[operand], 0
+
+    def _spelled(self, argument: Any, reader: fx.Node, of_memory: bool = True) -> Any:
         """Return an argument with values in the place of nodes, as a part of a key."""
         if isinstance(argument, fx.Node):
-            return "node", self.value(argument, reader)
+            return "node", self.value(argument, reader, of_memory)
         if isinstance(argument, Mapping):
             names = sorted(argument)
-            return tuple((name, self._spelled(argument[name], reader)) for name in names)
+            return tuple((name, self._spelled(argument[name], reader, of_memory)) for name in names)
         if isinstance(argument, list | tuple):
-            return tuple(self._spelled(each, reader) for each in argument)
+            return tuple(self._spelled(each, reader, of_memory) for each in argument)
         # 1, 1.0 and True are equal for Python.
         return type(argument).__name__, repr(argument)
 
@@ -315,12 +360,13 @@ def _memory_of(
     return own
 
 
-def _partners(after: fx.GraphModule, before: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
+def _partners(
+    after: fx.GraphModule, by_name: Mapping[str, fx.Node]
+) -> dict[fx.Node, list[fx.Node]]:
     """Return, for a node of the new version, those of the old one that it may stand for.
 
     It is read where the old one was, by a node that kept its name; or it has the same name.
     """
-    by_name = {node.name: node for node in before.graph.nodes}
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in after.graph.nodes:
         same = by_name.get(node.name)
@@ -336,23 +382,53 @@ def _partners(after: fx.GraphModule, before: fx.GraphModule) -> dict[fx.Node, li
     return found
 
 
-def _pairs_of_operands(node: fx.Node, new: _Version, old: _Version) -> list[Pair]:
-    """Return the operands of a node with a fixed place that have to be those of the old one.
+def _partner_in_order(node: fx.Node, new: _Version, old: _Version) -> fx.Node:
+    """Return the node of the old version in the fixed place of a node.
+
+    Raises:
+        CannotCut: there is none.
+    """
+    if node.op == "output":
+        return old.gm.graph.output_node()
+    for partner, place in old.stateful.items():
+        if place == new.stateful[node]:
+            return partner
+    raise CannotCut(f"{node} is another one")
+
+
+def _is_decided(node: fx.Node) -> bool:
+    """Return whether a value is a tensor that no abstract element is in, or several tensors.
+
+    Abstract numbers that only decide what is true prove nothing; so their operands have to be
+    equal.
+    """
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return not value.is_floating_point()
+    return isinstance(value, list | tuple)
+
+
+def _may_read_alike(node: fx.Node, partner: fx.Node, new: _Version, old: _Version) -> bool:
+    """Return whether two nodes do the same with what they read, and make no fixed memory."""
+    is_fixed = node in new.shows or partner in old.shows or partner in old.stateful
+    return not is_fixed and _skeleton(node) == _skeleton(partner)
+
+
+def _pairs_of_operands(
+    node: fx.Node, partner: fx.Node, new: _Version, old: _Version
+) -> list[Pair]:
+    """Return the operands of a node that have to be those of the old one.
 
     Then the node has the old one's number.
 
     Raises:
         CannotCut: it differs in more, or in which memory it reads or writes.
     """
-    partner = old.gm.graph.output_node()
-    if node.op != "output":
-        place = new.stateful[node]
-        partner = next((each for each, at in old.stateful.items() if at == place), node)
     given = [each for each in leaves_of((node.args, node.kwargs)) if isinstance(each, fx.Node)]
     wanted = [
         each for each in leaves_of((partner.args, partner.kwargs)) if isinstance(each, fx.Node)
     ]
-    if partner is node or _skeleton(node) != _skeleton(partner):
+    if _skeleton(node) != _skeleton(partner):
         raise CannotCut(f"{node} is another one")
     pairs = []
     for operand, was in zip(given, wanted, strict=True):
@@ -364,7 +440,7 @@ def _pairs_of_operands(node: fx.Node, new: _Version, old: _Version) -> list[Pair
         if not _may_be_pair(operand, was, new, old):
             raise CannotCut(f"{node} reads another kind of value")
         pairs.append((operand, was))
-    new.numbers[node] = old.numbers[partner]
+    new.take_number(node, old, partner)
     return pairs
 
 
@@ -418,8 +494,9 @@ def _graphs_of(
     """Return the graphs of two cones, over the same inputs."""
     # Of the old version, as a pass may leave metadata that is no longer true.
     values: dict[int, Any] = {}
-    for node, number in old.numbers.items():
-        values.setdefault(number, node.meta.get("val"))
+    for numbers in (old.numbers, old.values):
+        for node, number in numbers.items():
+            values.setdefault(number, node.meta.get("val"))
     inputs = {}
     for value in sorted(cones[0].inputs | cones[1].inputs):
         inputs[value] = values[value[0]]
@@ -447,9 +524,10 @@ class _Cone:
             CannotCut: a node of it writes or draws, or shows what is written to.
         """
         self._results.append(result)
-        if other_number and self._is_input(result):
+        number = self.version.numbers[result]
+        if other_number and self._is_input(result, number):
             # The other side makes this very value of it, as an alias does.
-            value = self.version.numbers[result], 0
+            value = number, 0
             self.inputs.add(value)
             self._as_input[result] = value
             return
@@ -460,19 +538,23 @@ class _Cone:
                 continue
             self._kept.add(node)
             for operand in node.all_input_nodes:
-                if self._is_input(operand):
-                    self.inputs.add(self.version.value(operand, node))
-                elif operand in self.version.shows or operand in self.version.stateful:
+                number, epoch = self._read(operand, node)
+                if self._is_input(operand, number):
+                    self.inputs.add((number, epoch))
+                elif operand in self.version.stateful or epoch:
                     raise CannotCut(f"{operand} is written to, or drawn")
                 else:
                     todo.append(operand)
 
-    def _is_input(self, node: fx.Node) -> bool:
+    def _read(self, operand: fx.Node, reader: fx.Node) -> tuple[int, int]:
+        """Return what a node reads. Nobody writes here, so it is no matter in which memory."""
+        return self.version.value(operand, reader, of_memory=False)
+
+    def _is_input(self, node: fx.Node, number: int) -> bool:
         """Return whether an input stands for a value; its elements have to be abstract."""
         value = node.meta.get("val")
         is_abstract = isinstance(value, Tensor) and value.is_floating_point()
-        is_shared = self.version.numbers[node] in self._shared
-        return node.op == "placeholder" or (is_shared and is_abstract)
+        return node.op == "placeholder" or (number in self._shared and is_abstract)
 
     def graph_over(self, inputs: Mapping[tuple[int, int], Any]) -> fx.GraphModule:
         """Return the graph of all added nodes, with inputs for these values."""
@@ -488,15 +570,16 @@ class _Cone:
             operands = {}
             for operand in node.all_input_nodes:
                 # A side of another pair, too: behind it both versions go on with one value.
-                if self._is_input(operand):
-                    operands[operand] = given[self.version.value(operand, node)]
+                value = self._read(operand, node)
+                if self._is_input(operand, value[0]):
+                    operands[operand] = given[value]
                 else:
                     operands[operand] = copies[operand]
             copies[node] = graph.node_copy(node, operands.__getitem__)
         results = []
         for node in self._results:
-            value = self._as_input.get(node)
-            results.append(copies[node] if value is None else given[value])
+            stands_for = self._as_input.get(node)
+            results.append(copies[node] if stands_for is None else given[stands_for])
         graph.output(tuple(results))
         return fx.GraphModule(self.version.gm, graph)
 

@@ -323,12 +323,12 @@ def _differ_in_equal_pairs(
         return False
 
     try:
-        for is_deeper in (False, True):
-            cut = cut_to_pairs(after, before, is_deeper)
+        for options in ({}, {"only_results": True}, {"is_deeper": True}):
+            cut = cut_to_pairs(after, before, **options)
             if cut is None:
                 return True
-            proof = prove_at_once(*cut, at_least, world=_net_for(cut[1], ranks))
-            if proof.is_at_least(at_least):
+            net = _net_for(cut[1], ranks)
+            if prove_at_once(*cut, at_least, world=net, explains=False).is_at_least(at_least):
                 return True
     except RAISED:
         pass

@@ -62,7 +62,11 @@ class CannotCut(Exception):
 
 
 def cut_to_pairs(
-    after: fx.GraphModule, before: fx.GraphModule, is_deeper: bool = False
+    after: fx.GraphModule,
+    before: fx.GraphModule,
+    *,
+    is_deeper: bool = False,
+    only_results: bool = False,
 ) -> tuple[fx.GraphModule, fx.GraphModule] | None:
     """Return two small graphs; if these are equal, so are the versions of the graph.
 
@@ -70,6 +74,8 @@ def cut_to_pairs(
         after, before: the versions; they stay as they are.
         is_deeper: the nodes whose values would be inputs belong to the graphs, too. One input may
             be a copy of another one, which nobody would know.
+        only_results: pairs are what the versions return, write and draw, and no nodes in between. A
+            pass that swaps two operators keeps their names, and each has another value.
 
     Returns:
         Graphs of the pairs, over the same inputs; None if there is no pair, so nothing is left to
@@ -91,7 +97,7 @@ def cut_to_pairs(
     # Before the new version adds numbers of its own.
     known = set(numbers.values())
     by_name = {node.name: node for node in before.graph.nodes}
-    partners = _partners(after, by_name)
+    partners = {} if only_results else _partners(after, by_name)
     pairs: list[Pair] = []
     for node in after.graph.nodes:
         number = new.number(node, numbers)
@@ -100,7 +106,7 @@ def cut_to_pairs(
         if node.op == "output" or node in new.stateful:
             pairs += _pairs_of_operands(node, _partner_in_order(node, new, old), new, old)
             continue
-        same = by_name.get(node.name)
+        same = None if only_results else by_name.get(node.name)
         if same is not None and _is_decided(node) and _may_read_alike(node, same, new, old):
             with suppress(CannotCut):
                 pairs += _pairs_of_operands(node, same, new, old)
@@ -414,9 +420,7 @@ def _may_read_alike(node: fx.Node, partner: fx.Node, new: _Version, old: _Versio
     return not is_fixed and _skeleton(node) == _skeleton(partner)
 
 
-def _pairs_of_operands(
-    node: fx.Node, partner: fx.Node, new: _Version, old: _Version
-) -> list[Pair]:
+def _pairs_of_operands(node: fx.Node, partner: fx.Node, new: _Version, old: _Version) -> list[Pair]:
     """Return the operands of a node that have to be those of the old one.
 
     Then the node has the old one's number.
@@ -435,7 +439,8 @@ def _pairs_of_operands(
         if new.value(operand, node) == old.value(was, partner):
             continue
         is_fixed = operand in new.shows or was in old.shows
-        if is_fixed or was in old.stateful or was.op == "placeholder":
+        is_result = node.op == "output" or node in new.stateful
+        if is_fixed or was in old.stateful or (is_result and was.op == "placeholder"):
             raise CannotCut(f"{node} reads another memory")
         if not _may_be_pair(operand, was, new, old):
             raise CannotCut(f"{node} reads another kind of value")
@@ -525,7 +530,8 @@ class _Cone:
         """
         self._results.append(result)
         number = self.version.numbers[result]
-        if other_number and self._is_input(result, number):
+        is_given = other_number or result.op == "placeholder"
+        if is_given and self._is_input(result, number):
             # The other side makes this very value of it, as an alias does.
             value = number, 0
             self.inputs.add(value)

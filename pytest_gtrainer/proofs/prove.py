@@ -224,15 +224,28 @@ def _identical_by_structure(programs: Sequence[Program], world: AnyWorld | None)
     return replace(proof, compared=ranks * results, seconds=seconds, assumes=assumes)
 
 
-def prove_at_once(actual: Any, expected: Any, kind: str, *, world: AnyWorld | None = None) -> Proof:
+def prove_at_once(
+    actual: Any,
+    expected: Any,
+    kind: str,
+    *,
+    world: AnyWorld | None = None,
+    explains: bool = True,
+) -> Proof:
     """Return whether two graphs are equal in this kind, without the time of stronger ones.
 
     The proof has this kind or "unknown"; if two graphs differ in the weakest kind, it is "another
     function". Arguments and errors are those of ``prove``.
+
+    Args:
+        explains: if they differ, look for where that begins, in further runs. Else the proof is
+            "unknown", and says no more.
     """
     programs, drawn = _programs(actual, expected, None, world)
     alike = _one_rank_for_all(programs, is_drawn=True)
-    return prove_programs(programs, alike=alike, drawn=drawn, at_least=kind, at_once=True)
+    return prove_programs(
+        programs, alike=alike, drawn=drawn, at_least=kind, at_once=True, explains=explains
+    )
 
 
 def prove_programs(
@@ -242,6 +255,7 @@ def prove_programs(
     drawn: str = "",
     at_least: str = "rounds elsewhere",
     at_once: bool = False,
+    explains: bool = True,
 ) -> Proof:
     """Return which kind of equal two programs are.
 
@@ -250,6 +264,7 @@ def prove_programs(
         drawn: what was made up about their inputs, in words.
         at_least: as for ``prove``.
         at_once: look for this kind alone, not for stronger ones first.
+        explains: as for ``prove_at_once``.
     """
     check_kind(at_least)
     seconds: dict[str, float] = {}
@@ -284,6 +299,8 @@ def prove_programs(
             failed = kind, answer.runs[0], answer.runs[1]
 
     assert failed is not None
+    if not explains:
+        return Proof("unknown", reason=f"not {failed[0]}", seconds=seconds)
     return _different(programs, *failed, seconds)
 
 

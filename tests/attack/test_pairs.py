@@ -1,6 +1,7 @@
 """Versions of a graph are proven by the values in which they differ, and never equal for that."""
 
 import copy
+import operator
 import random
 from contextlib import suppress
 
@@ -378,3 +379,92 @@ def test_memory_that_nobody_reads_may_go():
     read = parse(unread, exp, results=["fwd._.exp", "fwd._.empty_like"])
     with pytest.raises(CannotCut, match="output is another one"):
         cut_to_pairs(after, read)
+
+
+def test_memory_that_is_written_to_later_is_read_as_any_equal_value():
+    """The first of two equal copies is written to, behind who reads it."""
+    lines = (
+        "kept: f32[2, 3] = aten.clone(I.x)",
+        "exp: f32[2, 3] = aten.exp(kept)",
+        "other: f32[2, 3] = aten.clone(I.x)",
+    )
+    write, late = "add: f32[2, 3] = aten.add_.Tensor(kept, I.x)", "neg: f32[2, 3] = aten.neg({})"
+    results = ["fwd._.exp", "fwd._.neg", "fwd._.add"]
+    before = parse(*lines, late.format("other"), write, results=results)
+    after = parse(*lines, late.format("kept"), write, results=results)
+    assert cut_to_pairs(after, before) is None
+    behind = parse(*lines, write, late.format("kept"), results=results)
+    assert not is_equal_by_pairs(behind, before)
+
+
+def graph_of(made):
+    """Return a graph of one input; ``made`` adds nodes by a function and returns the result."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta.update(val=torch.empty(4, 3), gt_input={"kind": "input", "fqn": "x"})
+
+    def call(target, *args):
+        node = graph.call_function(target, args)
+        values = [each.meta["val"] if isinstance(each, fx.Node) else each for each in args]
+        node.meta["val"] = target(*values)
+        return node
+
+    graph.output((made(call, x),))
+    return fx.GraphModule({}, graph)
+
+
+def split_neg(call, x, part=1):
+    parts = call(aten.split.Tensor, x, 2, 0)
+    return call(aten.neg.default, call(operator.getitem, parts, part))
+
+
+def slice_neg(call, x, begin=2):
+    size = call(aten.sym_size.int, x, 0)
+    return call(aten.neg.default, call(aten.slice.Tensor, x, 0, begin, size))
+
+
+def test_a_part_of_a_split_and_a_slice_up_to_a_size_are_views():
+    before = graph_of(split_neg)
+    assert cut_to_pairs(graph_of(slice_neg), before) is None
+    for another in (
+        lambda call, x: slice_neg(call, x, begin=1),
+        lambda call, x: split_neg(call, x, part=0),
+    ):
+        assert not is_equal_by_pairs(graph_of(another), before)
+
+
+@pytest.mark.parametrize(("other", "is_equal"), [("mul", True), ("exp", False)])
+def test_a_choice_is_proven_by_its_operands(other, is_equal):
+    """Abstract numbers that only decide prove nothing."""
+    lines = (
+        "exp: f32[2, 3] = aten.exp(I.x)",
+        "mul: f32[2, 3] = aten.mul.Scalar(I.x, 1)",
+        "le: b8[2, 3] = aten.le.Tensor({}, exp)",
+    )
+    before, after = (
+        parse(*lines[:2], lines[2].format(operand), results=["fwd._.le"])
+        for operand in ("I.x", other)
+    )
+    assert oracles._differ_in_equal_pairs(after, before, "reordered", 0) is is_equal
+
+
+def test_operators_that_change_places_are_proven_at_their_results():
+    """Both keep their names, and the values in between are others."""
+    lines = "mul: f32[2, 3] = aten.mul.Scalar({}, 4)", "neg: f32[2, 3] = aten.neg({})"
+    before = parse(lines[0].format("I.x"), lines[1].format("mul"), results=["fwd._.neg"])
+    after = parse(lines[1].format("I.x"), lines[0].format("neg"), results=["fwd._.mul"])
+    assert not is_equal_by_pairs(after, before)
+    assert oracles._differ_in_equal_pairs(after, before, "reordered", 0)
+    (mul,) = after.graph.find_nodes(op="call_function", target=aten.mul.Scalar)
+    mul.args = (mul.args[0], 3)
+    assert not oracles._differ_in_equal_pairs(after, before, "reordered", 0)
+
+
+@pytest.mark.parametrize(("factor", "is_equal"), [(1, True), (2, False)])
+def test_a_value_may_stand_for_an_input(factor, is_equal):
+    lines = f"other: f32[2, 3] = aten.mul.Scalar(I.x, {factor})", "exp: f32[2, 3] = aten.exp({})"
+    before, after = (
+        parse(lines[0], lines[1].format(operand), results=["fwd._.exp"])
+        for operand in ("I.x", "other")
+    )
+    assert oracles._differ_in_equal_pairs(after, before, "reordered", 0) is is_equal

@@ -34,17 +34,20 @@ _IN_CHILD = (
     "a check failed in a process that the test forked, unless pytest.raises expects it there: {}"
 )
 _LONGEST = 4096
+_NUMBER = 8  # bytes
 _SKIPS = (pytest.skip.Exception, unittest.SkipTest)
 
 
 class FailedChecks:
-    """The checks that failed in a phase of a test."""
+    """The checks that failed in a phase of a test, and after ``clear`` in the next one."""
 
     def __init__(self) -> None:
         self._noted: list[tuple[Exception, list[object]]] = []
         # A process that the test forks shares this memory. It is all that it leaves: its exit
-        # status is the test's to read, and os._exit runs no code of ours.
-        self._in_child = mmap.mmap(-1, _LONGEST)
+        # status is the test's to read, and os._exit runs no code of ours. It holds the number of
+        # the phase that forked, then a text: a process may outlive its phase.
+        self._in_child = mmap.mmap(-1, _NUMBER + _LONGEST)
+        self._phase = 1
         self._pid = os.getpid()
 
     def note(self, error: Exception) -> None:
@@ -52,10 +55,10 @@ class FailedChecks:
             return
         if os.getpid() != self._pid:
             # The first counts, as without a fork.
-            if not self._in_child[0] and not open_expectations():
+            if not self._has_failed_in_child() and not open_expectations():
                 said = f"{type(error).__name__}: {error}"
                 text = said.encode("utf-8", "backslashreplace")[:_LONGEST]
-                self._in_child[: len(text)] = text
+                self._in_child[:] = self._own_number() + text.ljust(_LONGEST, b"\0")
             return
         # The first that nobody waits for decides. Do not search memory again for each of a hundred
         # generated examples.
@@ -66,6 +69,13 @@ class FailedChecks:
 
     def clear(self) -> None:
         self._noted = []
+        self._phase += 1
+
+    def _own_number(self) -> bytes:
+        return self._phase.to_bytes(_NUMBER)
+
+    def _has_failed_in_child(self) -> bool:
+        return self._in_child[:_NUMBER] == self._own_number()
 
     def forget(self, error: BaseException) -> None:
         """Leave out an error, and all that it comes from: they are not hidden."""
@@ -81,8 +91,8 @@ class FailedChecks:
             if error.__traceback__ is not None and not any(map(self._is_expected, expectations)):
                 error.add_note(_ADVICE)
                 raise error
-        text = self._in_child[:].rstrip(b"\0").decode(errors="replace")
-        if text:
+        if self._has_failed_in_child():
+            text = self._in_child[_NUMBER:].rstrip(b"\0").decode(errors="replace")
             pytest.fail(_IN_CHILD.format(text), pytrace=False)
 
     def _is_expected(self, expectation: object) -> bool:
@@ -152,7 +162,6 @@ class SwallowedChecks:
         __tracebackhide__ = True
         if not isinstance(item, pytest.Function):
             return (yield)
-        self._failed = FailedChecks()
         with raised_at_the_end(self._failed, item):
             return (yield)
 

@@ -484,6 +484,32 @@ def test_of_the_checks_that_fail_in_a_fork_the_first_is_shown(text):
     assert failure.value.msg.partition("there: ")[2] == f"AssertionError: {text}"[:4096]
 
 
+def test_a_process_that_outlives_its_phase_fails_no_later_one():
+    failed = FailedChecks()
+    reading, writing = os.pipe()
+
+    def fork_one_that_fails(says):
+        pid = os.fork()
+        if pid == 0:
+            os.read(reading, 1)
+            failed.note(AssertionError(says))
+            os._exit(0)
+        return pid
+
+    with raised_at_the_end(failed):
+        late = fork_one_that_fails("late")
+    with raised_at_the_end(failed):
+        os.write(writing, b"1")
+        os.waitpid(late, 0)
+    own = fork_one_that_fails("own")
+    os.write(writing, b"1")
+    os.waitpid(own, 0)
+    with pytest.raises(pytest.fail.Exception, match=r"AssertionError: own$"):
+        failed.raise_hidden()
+    os.close(reading)
+    os.close(writing)
+
+
 def test_a_block_is_open_until_it_catches():
     found = []
     with pytest.raises(BitwiseDifference):

@@ -42,7 +42,7 @@ class Knob:
         """The name as a person writes it: ``torch.backends.cudnn.enabled``, ``NCCL_ALGO``."""
         return self.path.removeprefix("$").replace(":", ".")
 
-    @property
+    @cached_property
     def is_variable(self) -> bool:
         """Return whether it is an environment variable."""
         return self.path.startswith("$")

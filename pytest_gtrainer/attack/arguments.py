@@ -45,6 +45,13 @@ def _add_reduce_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --proof, the weakest kind of equal that is right (default: reordered)",
     )
     parser.add_argument(
+        "--claims",
+        metavar="WORDS",
+        default="",
+        help="with --proof, what the pass keeps besides values, split by commas: memory, cost, order, "
+        "idempotence (default: none)",
+    )
+    parser.add_argument(
         "--timeout",
         metavar="SECONDS",
         type=float,
@@ -87,6 +94,13 @@ def _add_fuzz_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KIND",
         default="reordered",
         help="the weakest kind of equal that is right (default: reordered)",
+    )
+    parser.add_argument(
+        "--claims",
+        metavar="WORDS",
+        default="",
+        help="what the pass keeps besides values, split by commas: memory, cost, order, "
+        "idempotence (default: none)",
     )
     parser.add_argument(
         "--timeout",

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from pytest_gtrainer import graphtext
+from pytest_gtrainer.attack.claims import check_claims
 from pytest_gtrainer.attack.extract import computed
 from pytest_gtrainer.attack.fuzz import Fuzzer
 from pytest_gtrainer.attack.generate import mesh_of_ranks
@@ -54,6 +55,7 @@ def _fuzz(given: argparse.Namespace) -> int:
 
     _check_numbers(given)
     check_kind(given.at_least)
+    claims = check_claims(given.claims)
     a_pass, name = load_pass(given.gt_pass, "--gt-pass"), given.gt_pass.rpartition(":")[2]
     try:
         given.folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +80,15 @@ def _fuzz(given: argparse.Namespace) -> int:
         models = [each.gm for each in own.values()]
 
         fuzzer = Fuzzer(
-            limited, name, given.at_least, ranks, given.folder, note, models, given.functional
+            limited,
+            name,
+            given.at_least,
+            ranks,
+            given.folder,
+            note,
+            models,
+            given.functional,
+            claims,
         )
         try:
             fuzzer.run(given.seed, 60 * given.minutes, given.nodes, given.failures)
@@ -143,7 +153,7 @@ class _Reduce:
             raise UsageError(f"{given.file} cannot be read: {error}") from None
 
         # Of another oracle the smallest graph is another one.
-        asked = f"{source} {given.proof} {given.at_least} {given.test}"
+        asked = f"{source} {given.proof} {given.at_least} {given.test}{given.claims}"
         self._digest = hashlib.sha256(asked.encode()).hexdigest()[:12]
         if self._output.is_dir() or not self._output.parent.is_dir():
             raise UsageError(f"--output={self._output} is no file of a folder that exists")
@@ -176,7 +186,7 @@ class _Reduce:
     def _oracle(self, folder: Path) -> Oracle:
         if self._given.proof is not None:
             a_pass = guarded(load_pass(self._given.proof), self._given.timeout, self._say)
-            return by_proof(a_pass, self._given.at_least)
+            return by_proof(a_pass, self._given.at_least, check_claims(self._given.claims))
         return by_command(self._given.test, folder, self._given.timeout)
 
     def _reduce(self, judge: Oracle) -> int:

@@ -5,18 +5,24 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import fx
 
 from pytest_gtrainer import graphtext
 from pytest_gtrainer._torch.graph_modules import copied_lazily
+from pytest_gtrainer.attack.claims import shape_of
 from pytest_gtrainer.attack.extract import computed, inputs_of
 from pytest_gtrainer.attack.generate import generate, mesh_of_ranks
-from pytest_gtrainer.attack.oracles import NOT_JUDGED, RAISED, Failure, by_proof, judge_graphs
+from pytest_gtrainer.attack.oracles import (
+    NOT_JUDGED,
+    RAISED,
+    Failure,
+    by_proof,
+    judge_claims,
+    judge_graphs,
+)
 from pytest_gtrainer.attack.reduce import Reduction, pass_file, write_whole
 from pytest_gtrainer.facts import counted
-from pytest_gtrainer.graph.nodes import graphs_in
 from pytest_gtrainer.graphtext import header
 from pytest_gtrainer.passes.graph_pass import Pass, lint, refusing_written_constants, returned
 
@@ -40,6 +46,7 @@ class Fuzzer:
         note: is called with a line of progress.
         models: graphs of the user's model, from which others are made; empty for none.
         functional: nothing is written to in generated nodes.
+        claims: what the pass keeps besides values, of ``claims.CLAIMS``.
         tried, changed: graphs that were made, and that the pass has changed.
         refused, unknown: by their words, graphs that the pass refused or that no proof judges.
         found: the files of failures, by kind and operators: each is written once.
@@ -53,6 +60,7 @@ class Fuzzer:
     note: Callable[[str], None]
     models: Sequence[fx.GraphModule] = ()
     functional: bool = False
+    claims: Sequence[str] = ()
     tried: int = 0
     changed: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -94,7 +102,7 @@ class Fuzzer:
         for name, body in gm.named_children():
             if isinstance(body, fx.GraphModule):
                 before.add_module(name, copied_lazily(body))
-        old = _shape(gm)  # before the pass, which may change the graph in place
+        old = shape_of(gm)  # before the pass, which may change the graph in place
 
         try:
             with refusing_written_constants(gm, self.name):
@@ -110,11 +118,12 @@ class Fuzzer:
             self._report(before, seed, nodes, failure)
             return
 
-        if _shape(after) == old:
+        if shape_of(after) == old:
             return
 
         self.changed += 1
         found = judge_graphs(after, before, self.at_least, self.ranks)
+        found = found or judge_claims(self.claims, self.a_pass, after, before)
         if found is not None and found.kind in NOT_JUDGED:
             self.unknown[found.words] += 1
         elif found is not None:
@@ -136,7 +145,7 @@ class Fuzzer:
         # At once: a run that is interrupted while it reduces has found it all the same.
         self._write(path, text, f"{made}: {failure.words}")
 
-        judge = by_proof(self.a_pass, self.at_least)
+        judge = by_proof(self.a_pass, self.at_least, self.claims)
         again = judge(text)
         if again is None or again.kind in NOT_JUDGED:
             words = "the same graph, run again, does not fail: the pass remembers, or draws"
@@ -168,12 +177,3 @@ class Fuzzer:
     def _write(self, path: Path, text: str, words: str) -> None:
         note = f"found by fuzzing with {words}"
         write_whole(path, pass_file(text, note, self.name, self.at_least))
-
-
-def _shape(gm: fx.GraphModule) -> list[Any]:
-    """Return what tells two versions of a graph apart, without the time of their text."""
-    lines: list[Any] = []
-    for graph in graphs_in(gm):
-        for node in graph.graph.nodes:
-            lines.append((node.name, node.op, node.target, str(node.args), str(node.kwargs)))
-    return lines

@@ -85,7 +85,7 @@ class _Maker:
     parameters: list[fx.Node] = field(default_factory=list)
     results: list[fx.Node] = field(default_factory=list)
     unwritten: list[fx.Node] = field(default_factory=list)
-    gathered: list[fx.Node] = field(default_factory=list)
+    communicated: list[fx.Node] = field(default_factory=list)
     copied: list[fx.Node] = field(default_factory=list)
     bodies: dict[str, fx.GraphModule] = field(default_factory=dict)
 
@@ -395,12 +395,15 @@ class _Maker:
             self._write_whole(self.unwritten[0])
             return
         target, chance = self._any(), self.dice.random()
-        # A parameter is updated in place, and so is what was gathered; merging gathers must see it.
+        # A parameter is updated in place, and so is what was gathered or reduced; passes that merge
+        # or move collectives must see it.
         if self.parameters and chance < 0.2:
-            target = self.dice.choice([*self.parameters, *self.gathered])
+            target = self.dice.choice([*self.parameters, *self.communicated])
         elif self.copied and chance < 0.5:
             # Only a write tells a copy from what it is of.
             target = self.dice.choice(self.copied[-8:])
+        if _has_elements_twice(target.meta["val"]):
+            return  # kernels refuse it, but for a copy of a tensor to itself
         self._call(
             self.dice.choice(_WRITES), target, self.dice.choice(self._alike(target) or [target])
         )
@@ -594,7 +597,11 @@ class _Maker:
 
     def _choose_reduction(self) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
         """Return the collectives that reduce a gradient, each with reduction and group."""
-        (replicas, _), (shards, size) = self.dice.choices(self.groups, k=2)
+        # Two dimensions of a mesh as a rule; now and then groups that share ranks, or are one.
+        chosen = self.dice.sample(self.groups, 2) if len(self.groups) > 1 else self.groups * 2
+        if self.dice.random() < 0.3:
+            chosen = self.dice.choices(self.groups, k=2)
+        (replicas, _), (shards, size) = chosen
         reductions = [self.dice.choice(_SUMS)] * 2
         if self.dice.random() < 0.2:
             reductions[0] = self.dice.choice((*_SUMS, "max", "min"))
@@ -605,8 +612,16 @@ class _Maker:
 
     def _reduce_gradient(self) -> None:
         """Add a result: a value reduced among replicas and scattered, as in hybrid sharding."""
-        node: fx.Node | None = self._any()
-        for target, settings in self.reduction_of_all or self._choose_reduction():
+        operand = self._any()
+        reduction = self.reduction_of_all or self._choose_reduction()
+        [size] = [settings[1] for target, settings in reduction if target is REDUCE_SCATTER]
+        for _ in range(3):
+            shape = operand.meta["val"].shape
+            if shape and shape[0] % size == 0:
+                break
+            operand = self._any()
+        node: fx.Node | None = operand
+        for target, settings in reduction:
             shape = node.meta["val"].shape if node is not None else ()
             if target is REDUCE_SCATTER and (not shape or shape[0] % settings[1]):
                 return
@@ -616,6 +631,7 @@ class _Maker:
             self.floats.remove(launch)
             wait = self._call(WAIT, launch)
             assert wait is not None
+            self.communicated.append(wait)
             if self.dice.random() < 0.85:
                 self.floats.remove(wait)  # nobody else reads it
             node = wait
@@ -632,7 +648,7 @@ class _Maker:
         self.started.remove(launch)
         wait = self._call(WAIT, launch)
         if wait is not None and "custom" in launch.meta:
-            self.gathered.append(wait)
+            self.communicated.append(wait)
 
     def _return(self) -> None:
         """Return most of what nobody reads, some values besides, and now and then one twice.
@@ -659,6 +675,13 @@ def _can_broadcast(node: fx.Node, other: fx.Node) -> bool:
     return True
 
 
+def _has_elements_twice(value: Tensor) -> bool:
+    """Return whether elements of an expanded tensor are one."""
+    return any(
+        size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True)
+    )
+
+
 def _zeros_like(value: Tensor) -> Tensor:
     size, stride = value.shape, value.stride()
     return torch.empty_strided(size, stride, dtype=value.dtype).zero_()
@@ -680,9 +703,14 @@ def mesh_of_ranks(ranks: int) -> str:
 
 
 def _groups_of_world() -> list[tuple[str, int]]:
-    """Return name and size of the groups of this rank that have others, in the order of names."""
-    found = []
-    for name in sorted(names_of_live_groups().values()):
-        if len(group_ranks(name)) > 1:
-            found.append((name, len(group_ranks(name))))
-    return found
+    """Return name and size of the groups of this rank that have others, in the order of names.
+
+    Of groups with the same ranks it is the first: a pass may make others, and a seed has to make
+    the same graph after it.
+    """
+    found = {}
+    for name in sorted(names_of_live_groups().values(), key=lambda name: (len(name), name)):
+        ranks = tuple(group_ranks(name))
+        if len(ranks) > 1 and ranks not in found:
+            found[ranks] = name, len(ranks)
+    return list(found.values())

@@ -9,7 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from pytest_gtrainer import facts, graphtext
 from pytest_gtrainer._torch.process_groups import group_ranks, names_of_live_groups
+from pytest_gtrainer.attack.claims import broken_claim
 from pytest_gtrainer.attack.extract import inputs_of
 from pytest_gtrainer.attack.pairs import cut_to_pairs, find_false_metadata
 from pytest_gtrainer.graph.collectives import find_early_read, launches
@@ -155,12 +156,13 @@ def check_kind(at_least: str) -> None:
         raise ValueError(f"--at-least={at_least}: the kinds are {', '.join(KINDS)}")
 
 
-def by_proof(a_pass: Pass, at_least: str) -> Oracle:
+def by_proof(a_pass: Pass, at_least: str, claims: Sequence[str] = ()) -> Oracle:
     """Judge a graph by the proof of it before and after a pass.
 
     Args:
         a_pass: ``(gm, example_inputs) -> gm``; it may also raise, which is a failure of its class.
         at_least: the weakest kind of equal that is right.
+        claims: what the pass keeps besides, of ``claims.CLAIMS``.
     """
     check_kind(at_least)
 
@@ -180,9 +182,24 @@ def by_proof(a_pass: Pass, at_least: str) -> Oracle:
             except RAISED as error:
                 return Failure(type(error).__name__, f"the pass raises {_first_line(error)}")
 
-            return judge_graphs(after, before, at_least, size)
+            failure = judge_graphs(after, before, at_least, size)
+            return failure or judge_claims(claims, a_pass, after, before)
 
     return judge
+
+
+def judge_claims(
+    claims: Sequence[str], a_pass: Pass, after: fx.GraphModule, before: fx.GraphModule
+) -> Failure | None:
+    """Return which claim of a pass does not hold for two versions; None if all do.
+
+    The kind of the failure is the word of the claim. ``after`` may be changed.
+    """
+    try:
+        broken = broken_claim(claims, a_pass, after, before)
+    except (ValueError, KeyError) as error:
+        return Failure(NOT_JUDGED[1], f"no claim is judged: {_first_line(error)}")
+    return Failure(*broken) if broken else None
 
 
 def judge_graphs(

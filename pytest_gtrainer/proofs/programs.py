@@ -39,6 +39,7 @@ from pytest_gtrainer.proofs.state import (
     copy_of,
     modes_of_torch,
     named_state,
+    number_of,
     put_modes_back,
     python_values,
 )
@@ -121,6 +122,15 @@ class Observed:
         self.before[key] = _result_of(mode, tensor)
         if not self.before[key].is_known:
             self.numbers_before[key] = real_numbers(tensor)
+
+    def note_values(self, before: Mapping[str, str], after: Mapping[str, str]) -> None:
+        """Note the Python values that the run has changed, each as a number that stands for it."""
+        for name, value in after.items():
+            if before.get(name) != value:
+                self.after[f"{name}{AFTERWARDS}", None] = number_of(value)
+        for name in before.keys() - after.keys():
+            number = number_of(before[name])
+            self.before[f"{name}{AFTERWARDS}", None] = Result(number, number.dtype, True)
 
     def check_unwritten(self, arithmetic: Arithmetic, key: Key, tensor: Tensor) -> None:
         """Refuse real numbers that have changed while the elements stayed as they were.
@@ -517,8 +527,7 @@ class FunctionProgram(Program):
         captured = captured_by(self.function)
         for name, tensor in (state | captured).items():
             observed.note_before(mode, (f"{name}{AFTERWARDS}", None), tensor.detach())
-        for name, number in python_values(function, given).items():
-            observed.before[f"{name}{AFTERWARDS}", None] = Result(number, number.dtype, True)
+        values = python_values(function, given)
         # The function reads these tensors themselves, so the run cannot have copies: they are
         # restored after it.
         for tensor in captured.values():
@@ -527,8 +536,7 @@ class FunctionProgram(Program):
         observed.put_back.callback(put_modes_back, modes_of_torch())
         outputs = self._called(mode, function, given)
         check_outputs(outputs)
-        for name, number in python_values(function, given).items():
-            observed.after[f"{name}{AFTERWARDS}", None] = number
+        observed.note_values(values, python_values(function, given))
         named = named_outputs(outputs)
         for name, leaf in named.items():
             observed.outputs[name, None] = leaf.detach()

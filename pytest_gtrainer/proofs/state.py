@@ -91,8 +91,8 @@ def _leaves(function: Any, inputs: Sequence[Any]) -> Iterator[tuple[str, str, An
         yield where, prefix, leaf
 
 
-def python_values(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
-    """Return the Python values of a call that it may change, each as a known tensor.
+def python_values(function: Any, inputs: Sequence[Any]) -> dict[str, str]:
+    """Return the Python values of a call that it may change, each as a text.
 
     These are values in lists and dicts, and of modules: which submodules are in training mode,
     which parameters require a gradient, numbers that are plain attributes, such as counters, and
@@ -102,21 +102,21 @@ def python_values(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
     """
     modes: list[bool] = []
     trainable: list[bool] = []
-    found: dict[str, Tensor] = {}
+    found: dict[str, str] = {}
     for place, value in enumerate(inputs):
         if isinstance(value, list | tuple | dict):
-            found[f"input {place}"] = _digest(value)
+            found[f"input {place}"] = spell_values(value)
     for where, prefix, leaf in _leaves(function, inputs):
         if isinstance(leaf, Tensor):
-            found[f"requires_grad of {where}"] = torch.tensor([leaf.requires_grad])
-            found[f"hooks and attributes of {where}"] = _digest(_beside_numbers(leaf))
+            found[f"requires_grad of {where}"] = str(leaf.requires_grad)
+            found[f"hooks and attributes of {where}"] = spell_values(_beside_numbers(leaf))
         if not isinstance(leaf, nn.Module):
             continue
         functions = {path: _functions_in(part) for path, part in leaf.named_modules()}
         tensors = [*leaf.named_parameters(), *leaf.named_buffers()]
         beside = {name: _beside_numbers(each) for name, each in tensors}
         of_parts = {name: each for name, each in (functions | beside).items() if each}
-        found[f"hooks and attributes of {where}"] = _digest(of_parts)
+        found[f"hooks and attributes of {where}"] = spell_values(of_parts)
         trainable += [parameter.requires_grad for parameter in leaf.parameters()]
         for path, part in leaf.named_modules(prefix=prefix.removesuffix(".")):
             modes.append(part.training)
@@ -126,11 +126,11 @@ def python_values(function: Any, inputs: Sequence[Any]) -> dict[str, Tensor]:
                 is_number = isinstance(value, list | tuple | dict) or type(value) in (int, float)
                 if name not in _OF_EVERY_MODULE and is_number:
                     whole = f"{path}.{name}" if path else name
-                    found[f"attribute {whole}"] = _digest(value)
+                    found[f"attribute {whole}"] = spell_values(value)
     for name, value in modes_of_torch().items():
-        found[f"setting {name!r} of torch"] = _digest(spell_mode(value))
-    found["training modes"] = torch.tensor(modes, dtype=torch.bool)
-    found["parameters that require a gradient"] = torch.tensor(trainable, dtype=torch.bool)
+        found[f"setting {name!r} of torch"] = spell_mode(value)
+    found["training modes"] = str(modes)
+    found["parameters that require a gradient"] = str(trainable)
     return found
 
 
@@ -195,9 +195,9 @@ def _code_of(function: Any) -> str:
 _text_of = functools.lru_cache(maxsize=1024)(code_of)
 
 
-def _digest(value: Any) -> Tensor:
-    """Return a number that stands for Python values."""
-    digest = hashlib.sha256(spell_values(value).encode()).digest()
+def number_of(text: str) -> Tensor:
+    """Return a number that stands for a text."""
+    digest = hashlib.sha256(text.encode()).digest()
     return torch.frombuffer(bytearray(digest[:8]), dtype=torch.int64)
 
 

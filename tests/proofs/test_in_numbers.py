@@ -1,5 +1,6 @@
 """Float64 numbers of both sides contradict a proof, or a mistake that it claims to find."""
 
+import math
 from functools import partial
 
 import pytest
@@ -346,6 +347,33 @@ def test_how_many_inputs_agree(calls, decides, count):
 
     assert f"to 1e-16 for {count} inputs" in agreement(compare, decides=decides)
     assert tried == list(range(1, count + 1))
+
+
+@pytest.mark.parametrize(
+    ("decides", "moves", "tries"),
+    [
+        (False, [1e-6], [1]),
+        (False, [2e-4, 2e-4, 0.1, 0.2], [1, 2, 3, 4]),
+        (False, [2e-4, 0.2], [1, 2]),  # here it is noise
+        (True, [1e-6, 1e-6, 1e-6, 1e-6], [1, 2, 3, 4]),
+        (True, [1e-6, 1e-6, 1e-6, 0.2], [1, 2, 3, 4]),
+        (False, [math.nan, 1e-6], [1, 2]),
+    ],
+)
+def test_a_difference_far_beyond_rounding_is_one_at_once(decides, moves, tries):
+    """Where a program chooses among numbers one try may choose as the kernels did."""
+    tried = []
+
+    def compare(numbers):
+        if not numbers.shaken:
+            return Difference(1.0 if numbers.seed == 1 else 0.0, "out")
+        tried.append(numbers.shaken)
+        return Difference(moves[len(tried) - 1], "out")
+
+    said = agreement(compare, decides=decides)
+    assert tried == tries
+    is_noise = 8 * moves[-1] >= 1.0
+    assert bool(said) == is_noise
 
 
 INF, NAN = float("inf"), float("nan")

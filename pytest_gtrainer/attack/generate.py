@@ -402,6 +402,9 @@ class _Maker:
         elif self.copied and chance < 0.5:
             # Only a write tells a copy from what it is of.
             target = self.dice.choice(self.copied[-8:])
+        self._write_to(target)
+
+    def _write_to(self, target: fx.Node) -> None:
         if _has_elements_twice(target.meta["val"]):
             return  # kernels refuse it, but for a copy of a tensor to itself
         self._call(
@@ -632,6 +635,9 @@ class _Maker:
             wait = self._call(WAIT, launch)
             assert wait is not None
             self.communicated.append(wait)
+            if not self.functional and self.dice.random() < 0.15:
+                # Whoever moves a collective behind this reads another gradient.
+                self._write_to(operand)
             if self.dice.random() < 0.85:
                 self.floats.remove(wait)  # nobody else reads it
             node = wait

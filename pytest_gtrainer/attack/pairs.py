@@ -32,8 +32,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from pytest_gtrainer._torch.process_groups import group_ranks
 from pytest_gtrainer._torch.random_states import random_states_kept
 from pytest_gtrainer._torch.values import OpOverload, is_composite
+from pytest_gtrainer.graph.collectives import group_of, launches
 from pytest_gtrainer.graph.nodes import (
     has_effect,
     held,
@@ -317,6 +319,8 @@ class _Version:
             return tuple((name, self._spelled(argument[name], reader, of_memory)) for name in names)
         if isinstance(argument, list | tuple):
             return tuple(self._spelled(each, reader, of_memory) for each in argument)
+        if isinstance(argument, str) and launches(reader.target) and argument == group_of(reader):
+            return "ranks", tuple(group_ranks(argument))  # two groups of them do the same
         # 1, 1.0 and True are equal for Python.
         return type(argument).__name__, repr(argument)
 

@@ -183,11 +183,14 @@ def _is_noise(found: Difference, draw: int, compare: Compare, *, decides: bool) 
     return False
 
 
-def contradiction(kind: str, compare: Compare, *, reads: bool = False) -> str:
+def contradiction(
+    kind: str, compare: Compare, *, reads: bool = False, draws_once: bool = False
+) -> str:
     """Say how float64 numbers contradict a kind of equal; "" if they do not.
 
     Args:
         reads: a program reads numbers, so the proof holds for those that are given alone.
+        draws_once: do not look at inputs of other sizes.
     """
     draws = [0] if reads else [1]
     while draws:
@@ -206,7 +209,7 @@ def contradiction(kind: str, compare: Compare, *, reads: bool = False) -> str:
                 "they differ"
             )
         # Inputs of other sizes take other branches. Only small programs run again.
-        if draw == 1 and numbers.calls < _MOST_CALLS // len(_OTHER_DRAWS):
+        if draw == 1 and not draws_once and numbers.calls < _MOST_CALLS // len(_OTHER_DRAWS):
             draws += _OTHER_DRAWS
     return ""
 

@@ -238,8 +238,9 @@ def prove_at_once(
     function". Arguments and errors are those of ``prove``.
 
     Args:
-        explains: if they differ, look for where that begins, in further runs. Else the proof is
-            "unknown", and says no more.
+        explains: if they differ, look for where that begins, in further runs; if they are equal,
+            check that in float64 with inputs of several sizes. Else the proof of two that differ is
+            "unknown", and says no more, and inputs of one size are enough.
     """
     programs, drawn = _programs(actual, expected, None, world)
     alike = _one_rank_for_all(programs, is_drawn=True)
@@ -290,7 +291,7 @@ def prove_programs(
                 have_run = programs  # expressions that differ may be equal on each rank
                 answer = _look_for(kind, have_run)
             if answer.is_equal:
-                answer = _check_in_float64(answer, have_run, kind)
+                answer = _check_in_float64(answer, have_run, kind, draws_once=not explains)
             seconds[kind] = time.perf_counter() - begun
             if answer.reason:
                 return Proof("unknown", reason=answer.reason, seconds=seconds)
@@ -354,7 +355,9 @@ def _look_for(kind: str, programs: Sequence[Program]) -> _Answer:
     return _Answer(first)
 
 
-def _check_in_float64(answer: _Answer, programs: Sequence[Program], kind: str) -> _Answer:
+def _check_in_float64(
+    answer: _Answer, programs: Sequence[Program], kind: str, draws_once: bool
+) -> _Answer:
     """Return the answer "equal", unless float64 numbers of both programs contradict it.
 
     Without decisions the real numbers of the runs themselves have been compared. Then "identical"
@@ -371,7 +374,7 @@ def _check_in_float64(answer: _Answer, programs: Sequence[Program], kind: str) -
 
     try:
         reads = _on_any_rank(programs, any(run.reads for run in answer.runs))
-        reason = contradiction(kind, compare, reads=reads)
+        reason = contradiction(kind, compare, reads=reads, draws_once=draws_once)
     except NoMeaning as error:
         return replace(answer, unchecked=describe_unchecked(error))
     if not reason:

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from pytest_gtrainer import graphtext
@@ -468,3 +469,21 @@ def test_a_value_may_stand_for_an_input(factor, is_equal):
         for operand in ("I.x", "other")
     )
     assert oracles._differ_in_equal_pairs(after, before, "reordered", 0) is is_equal
+
+
+@pytest.mark.gt_world("fake", size=4)
+def test_groups_of_the_same_ranks_do_the_same(gt_world):
+    functional = torch.ops._c10d_functional
+
+    def gathered_over(ranks):
+        group = dist.new_group(ranks).group_name
+        gather = functional.all_gather_into_tensor.default
+
+        def made(call, x):
+            return call(functional.wait_tensor.default, call(gather, x, 2, group))
+
+        return graph_of(made)
+
+    before = gathered_over([0, 1])
+    assert cut_to_pairs(gathered_over([0, 1]), before) is None
+    assert cut_to_pairs(gathered_over([0, 2]), before) is not None

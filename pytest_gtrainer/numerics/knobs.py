@@ -48,29 +48,29 @@ class Knob:
         return self.path.startswith("$")
 
     @cached_property
-    def _place(self) -> tuple[str, Callable[[Any], Any], bool]:
-        home, _, attribute = self.path.partition(":")
-        return home, attrgetter(attribute.removesuffix("()")), attribute.endswith("()")
-
-    def read(self) -> Any:
-        """Return the value in effect: ``NOT_LOADED`` while its module is not imported, None for an
-        unset variable.
+    def read(self) -> Callable[[], Any]:
+        """The function that returns the value in effect: ``NOT_LOADED`` while its module is not
+        imported, None for an unset variable.
         """
+        # Made once, since each test reads all switches twice.
+        name = self.name
         if self.is_variable:
-            return os.environ.get(self.name)
-        home, get, is_called = self._place
-        module = sys.modules.get(home)
-        if module is None:
-            return NOT_LOADED
-        try:
-            value = get(module)
-            if is_called:
-                value = value()
-        # torch refuses to read a precision that was set in two ways that disagree.
-        except RuntimeError as error:
-            return f"cannot be read: {str(error).splitlines()[0]}"
+            return lambda: os.environ.get(name)
+        home, _, attribute = self.path.partition(":")
+        get, is_called = attrgetter(attribute.removesuffix("()")), attribute.endswith("()")
 
-        return value
+        def read() -> Any:
+            module = sys.modules.get(home)
+            if module is None:
+                return NOT_LOADED
+            try:
+                value = get(module)
+                return value() if is_called else value
+            # torch refuses to read a precision that was set in two ways that disagree.
+            except RuntimeError as error:
+                return f"cannot be read: {str(error).splitlines()[0]}"
+
+        return read
 
 
 _ROWS = csv.DictReader(

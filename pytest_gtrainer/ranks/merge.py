@@ -110,7 +110,8 @@ def _properties_of(by_rank: Mapping[int, RankReports]) -> list[tuple[str, object
     for rank, phases in by_rank.items():
         recorded = list[tuple[str, object]]()
         for report in phases.values():
-            recorded = [(name, value) for name, value in report.user_properties] or recorded
+            if report.user_properties:
+                recorded = [(name, value) for name, value in report.user_properties]
         if first is None:
             first = recorded
         for name, value in dict.fromkeys((name, str(value)) for name, value in recorded):
@@ -180,7 +181,8 @@ def _read_rank(
         if known is not None and known.failed:
             kept = known
         for name in CARRIED:
-            setattr(kept, name, [*getattr(known, name, []), *getattr(report, name, [])])
+            claimed = getattr(report, name, [])
+            setattr(kept, name, claimed if known is None else [*getattr(known, name), *claimed])
         by_phase[report.when] = kept
 
     for phase, kept in by_phase.items():
@@ -296,11 +298,12 @@ def _claims(
 ) -> dict[int, list[Any]]:
     """Return what each rank has sent with its reports, of one phase or of all."""
     claims: dict[int, list[Any]] = {}
+    wanted: tuple[Any, ...] = PHASES if when is None else (when,)
     for rank, phases in reports.items():
         claims[rank] = []
-        for phase, report in phases.items():
-            if when in (None, phase):
-                claims[rank] += getattr(report, attribute, ())
+        for phase in wanted:
+            if phase in phases:
+                claims[rank] += getattr(phases[phase], attribute, ())
     return claims
 
 
@@ -474,12 +477,12 @@ class MergedTest:
         The n-th subtests of one name on all ranks are one subtest.
         """
         found: dict[tuple[str, int], dict[int, pytest.TestReport]] = {}
+        seen: Counter[tuple[int, str]] = Counter()
         for rank, reports in self.subtests.items():
-            seen: Counter[str] = Counter()
             for report in reports:
                 name = str(report.head_line)
-                found.setdefault((name, seen[name]), {})[rank] = report
-                seen[name] += 1
+                found.setdefault((name, seen[rank, name]), {})[rank] = report
+                seen[rank, name] += 1
         return found
 
     def _failures(self) -> Iterator[_Event]:

@@ -108,10 +108,11 @@ def as_if_to_the_end(claims: Claims, early: set[int]) -> dict[int, list[Any]]:
     >>> as_if_to_the_end({0: ["a", "b"], 1: ["a"], 2: []}, {1})
     {0: ['a', 'b'], 1: ['a', 'b'], 2: []}
     """
-    longest = max(claims.values(), key=len, default=[])
-    completed = {}
-    for rank, own in claims.items():
-        completed[rank] = [*own, *longest[len(own) :]] if rank in early else list(own)
+    completed = {rank: list(own) for rank, own in claims.items()}
+    if early:
+        longest = max(claims.values(), key=len, default=[])
+        for rank in early & completed.keys():
+            completed[rank] += longest[len(completed[rank]) :]
     return completed
 
 
@@ -125,12 +126,13 @@ def controls_that_never_differ(
     is not judged.
     """
     made: dict[tuple[str, int], dict[int, bool]] = {}
+    counts = Counter[tuple[int, str]]()
     for rank, sent in facts.items():
-        counts = Counter[str]()
         for fact in sent:
             if fact["kind"] == "control":
-                counts[fact["what"]] += 1
-                made.setdefault((fact["what"], counts[fact["what"]]), {})[rank] = fact["equal"]
+                counts[rank, fact["what"]] += 1
+                nth = counts[rank, fact["what"]]
+                made.setdefault((fact["what"], nth), {})[rank] = fact["equal"]
     for (what, _), equal_on in made.items():
         if not all(equal_on.values()) or not equal_on.keys() >= set(early):
             continue

@@ -207,14 +207,14 @@ def merge_facts(by_rank: Mapping[int, Sequence[Fact]]) -> list[Fact]:
     [{'kind': 'verdict', 'outcome': 'unverified on rank 1', 'what': 'loss'}]
     """
     groups: dict[tuple[str, int], dict[int, Fact]] = {}
+    seen: Counter[tuple[int, str]] = Counter()
     for rank, facts in sorted(by_rank.items()):
-        seen: Counter[str] = Counter()
         for fact in facts:
             if fact["kind"] not in SHOWN:
                 checked = {name: value for name, value in fact.items() if name not in _FOUND}
                 subject = json.dumps(checked, sort_keys=True, default=str)
-                seen[subject] += 1
-                groups.setdefault((subject, seen[subject]), {})[rank] = fact
+                seen[rank, subject] += 1
+                groups.setdefault((subject, seen[rank, subject]), {})[rank] = fact
     return list(map(_worst, groups.values()))
 
 

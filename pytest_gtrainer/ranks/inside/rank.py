@@ -427,7 +427,9 @@ class RankGroup:
         issued: dict[str, int] = {}
         messages: dict[str, int] = {}
         for group, label in self._labelled():
-            messages[label] = self._messages.pop(group, 0)
+            balance = self._messages.pop(group, 0)
+            if balance:
+                messages[label] = balance
             with contextlib.suppress(RuntimeError):  # a backend that does not count
                 total = process_groups.issued_on(group) - self._points.get(group, 0)
                 issued[label] = total - self._known.get(group, 0)

@@ -148,7 +148,7 @@ REPLACED = {
         "torch.distributed.ProcessGroup...."
     },  # sends and receives are counted
     # settings, which are put back
-    "worlds/hygiene.py": {
+    "_torch/modes.py": {
         "torch.backends.cuda.matmul.fp32_precision",
         "torch.backends.mkldnn.matmul.fp32_precision",
     },

@@ -153,6 +153,43 @@ MODES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 }
 
 
+def _matmul_precision() -> tuple[str | None, str, str]:
+    precision = None
+    # It raises if the two ways to set the precision were mixed.
+    with contextlib.suppress(RuntimeError):
+        precision = torch.get_float32_matmul_precision()
+    on_cuda, on_cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    return precision, on_cuda.fp32_precision, on_cpu.fp32_precision
+
+
+def _set_matmul_precision(value: tuple[str | None, str, str]) -> None:
+    if value[0] is not None:
+        torch.set_float32_matmul_precision(value[0])
+    torch.backends.cuda.matmul.fp32_precision = value[1]
+    torch.backends.mkldnn.matmul.fp32_precision = value[2]
+
+
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "the number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "anomaly mode": (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda value: torch.autograd.set_detect_anomaly(*value),
+    ),
+    "matmul precision": (_matmul_precision, _set_matmul_precision),
+    # Written only if changed: use_deterministic_algorithms imports half of Inductor.
+    "deterministic algorithms": (
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
+}
+"""Functions that read other settings and put them back, by name."""
+
+
 def spell_mode(value: Any) -> str:
     """Return a value of ``MODES`` as text: modes by their classes, hooks by their number."""
     if value is None:

@@ -399,7 +399,8 @@ class ArithmeticMode(TorchDispatchMode):
     ) -> None:
         arithmetic = self.arithmetic
         with arithmetic.deciding_nothing() if call.base in STABILISED else nullcontext():
-            found = self._by_parts(parts, args, kwargs, call.operator)
+            wanted = call.named.get("output_mask")
+            found = self._by_parts(parts, args, kwargs, call.operator, wanted)
             self._adopt(call.results, found, call)
         value = self.shadows.read(call.result) if call.base in SOFTMAXES else None
         if value is not None and isinstance(arithmetic, Field):
@@ -493,8 +494,14 @@ class ArithmeticMode(TorchDispatchMode):
         self.decided.add(tensor)
 
     def _by_parts(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, operator: Any = None
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        operator: Any = None,
+        wanted: Sequence[bool] | None = None,
     ) -> list[Any]:
+        """Return what a function computes; ``wanted`` says which results the operator has."""
         self._inside.append(operator)
         try:
             with self:
@@ -503,6 +510,9 @@ class ArithmeticMode(TorchDispatchMode):
             raise NoMeaning(f"places that depend on abstract numbers: {error}") from error
         finally:
             self._inside.pop()
+        if wanted is not None and isinstance(found, tuple) and len(found) == len(wanted):
+            # Of a batch norm the decomposition returns the input's gradient, wanted or not.
+            found = [each for each, is_wanted in zip(found, wanted, strict=True) if is_wanted]
         return tensors_in(found)
 
     def _adopt(

@@ -33,6 +33,7 @@ from pytest_gtrainer.worlds.simulated.interpreter.program import NodeByNode
 Call = Callable[[dict[str, Any]], dict[str, Tensor]]
 _WEAKEST_LAST = (*KINDS, "another function", "unknown")
 _TANGENT = "gradient."
+_NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _COMMUNICATES = " communicates, and "
 
 
@@ -379,10 +380,15 @@ class _Layout:
         self, gm: fx.GraphModule, outputs: Sequence[Any], gradients: Sequence[Any]
     ) -> fx.GraphModule:
         """End a graph with named results, None for the meshes of DTensors and other objects."""
-        tensors = []
+        tensors: list[Any] = []
         for node in (*outputs, *gradients):
-            is_tensor = isinstance(node, fx.Node) and isinstance(value_of(node), Tensor)
-            tensors.append(node if is_tensor else None)
+            value = value_of(node) if isinstance(node, fx.Node) else node
+            if isinstance(value, _NUMBERS):
+                # A number, as of a dynamic size, that a graph returns.
+                node = gm.graph.call_function(torch.ops.aten.scalar_tensor.default, (node,))
+                node.meta["val"] = torch.empty((), device="meta")
+                value = node.meta["val"]
+            tensors.append(node if isinstance(value, Tensor) else None)
         names = [f"output {place}" for place in range(len(outputs))]
         place = 0
         for given in self._given if gradients else ():

@@ -331,8 +331,14 @@ class CompileRecord:
         return CompileProof(tuple(stages))
 
     @facts.check
-    def assert_same_function(self, at_least: str = "rounds elsewhere") -> CompileProof:
+    def assert_same_function(
+        self, at_least: str = "rounds elsewhere", *, world: AnyWorld | None = None
+    ) -> CompileProof:
         """Fail unless every stage is equal to the one before it, for any numbers; see ``prove``.
+
+        Args:
+            at_least: the weakest kind of equal that passes.
+            world: as for ``prove``, of stages that communicate.
 
         Raises:
             AnotherFunction: a stage is not of this kind, or nobody knows; with the pass.
@@ -340,7 +346,7 @@ class CompileRecord:
         """
         __tracebackhide__ = True
         check_kind(at_least)
-        found = self.prove()  # also if it fails: the message then says which kind it is
+        found = self.prove(world=world)  # also if it fails: the message then says which kind it is
         weakest = found.weakest
         compared = sum(each.proof.compared for each in found.stages)
         facts.emit("verdict", outcome=found.kind, tensors=compared, what="stages of torch.compile")

@@ -47,6 +47,23 @@ class Knob:
         """Return whether it is an environment variable."""
         return self.path.startswith("$")
 
+    def write(self, value: Any) -> None:
+        """Give the switch a value that was read before; one that is only called stays as it is."""
+        if self.is_variable:
+            os.environ.pop(self.name, None)
+            if value is not None:
+                os.environ[self.name] = value
+            return
+        home, _, path = self.path.partition(":")
+        *parents, attribute = path.split(".")
+        holder = sys.modules[home]
+        for name in parents:
+            holder = getattr(holder, name)
+        if not attribute.endswith("()"):
+            setattr(holder, attribute, value)
+        elif attribute in _SETTERS:
+            getattr(holder, _SETTERS[attribute])(value)
+
     @cached_property
     def read(self) -> Callable[[], Any]:
         """The function that returns the value in effect: ``NOT_LOADED`` while its module is not
@@ -72,6 +89,18 @@ class Knob:
 
         return read
 
+
+_SETTERS = {
+    "flash_sdp_enabled()": "enable_flash_sdp",
+    "mem_efficient_sdp_enabled()": "enable_mem_efficient_sdp",
+    "math_sdp_enabled()": "enable_math_sdp",
+    "cudnn_sdp_enabled()": "enable_cudnn_sdp",
+    "fp16_bf16_reduction_math_sdp_allowed()": "allow_fp16_bf16_reduction_math_sdp",
+    "preferred_blas_library()": "preferred_blas_library",
+    "preferred_linalg_library()": "preferred_linalg_library",
+    "get_fastpath_enabled()": "set_fastpath_enabled",
+}
+"""Functions of the same module that set what others read."""
 
 _ROWS = csv.DictReader(
     resources.files(__package__).joinpath("knobs.csv").read_text(encoding="utf-8").splitlines()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from pytest_gtrainer import facts
+from pytest_gtrainer._torch.passes import WAIT
 from pytest_gtrainer._torch.process_groups import (
     finished,
     group_of_call,
@@ -126,7 +127,7 @@ def exchange_on_ranks(mode: ArithmeticMode, func: Any, args: Any, kwargs: Any) -
     with without_modes():
         result = func(*args, **kwargs)
         # The exchange has the group for itself: nothing else of it is under way then.
-        pytree.tree_map_only(Tensor, torch.ops._c10d_functional.wait_tensor, result)
+        pytree.tree_map_only(Tensor, WAIT, result)
         calls = gather_objects(sent, group)
 
     calls = pytree.tree_map_only(_SentTensor, lambda numbers: _unpack(mode, numbers), calls)

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from pytest_gtrainer._torch.arithmetic import is_compiled
 from pytest_gtrainer._torch.autograd import hooks_of, method_of_hook
-from pytest_gtrainer._torch.modes import MODES, spell_mode
+from pytest_gtrainer._torch.modes import MODES, SETTINGS, spell_mode
 from pytest_gtrainer._torch.values import buffers_of, parameters_of, pytree
 from pytest_gtrainer.graphtext.identity import code_of
+from pytest_gtrainer.numerics import knobs
 from pytest_gtrainer.numerics.compare import compare
 from pytest_gtrainer.numerics.graph_run import has_storage, spell_values
 
@@ -134,10 +135,26 @@ def python_values(function: Any, inputs: Sequence[Any]) -> dict[str, str]:
     return found
 
 
-_MODES = MODES | {
-    "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-}
+# Each has an entry of its own above, or belongs to a compiler that a call may load.
+_ELSEWHERE = ("torch:", "torch._inductor")
+_SWITCHES = [
+    knob
+    for knob in knobs.GUARDED
+    if not knob.path.startswith(_ELSEWHERE) and knob.read() != knobs.NOT_LOADED
+]
+
+
+def _put_switches_back(before: Mapping[str, Any]) -> None:
+    for knob in _SWITCHES:
+        if knob.read() != before[knob.name]:
+            knob.write(before[knob.name])
+
+
+_MODES = (
+    MODES
+    | SETTINGS
+    | {"torch.backends and other switches": (lambda: knobs.values(_SWITCHES), _put_switches_back)}
+)
 
 
 def modes_of_torch() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -144,8 +145,9 @@ class _ChunkedForward:
             way.append((name, type(value), tensor_text(value) if isinstance(value, Tensor) else ""))
         for module in self.module.modules():
             for name, value in vars(module).items():
-                if value is None or isinstance(value, bool | int | float | str):
-                    way.append((name, value))
+                if _is_plain(value):
+                    # As text: lists have no hash.
+                    way.append((name, str(value) if isinstance(value, _CONTAINERS) else value))
         return tuple(way)
 
     def _judge(
@@ -268,3 +270,17 @@ class _ChunkedForward:
             f"{self.fqn} was called with ({', '.join(observed)}), which cannot be chunked by "
             f"{self.config.chunk_dim}: {why}"
         )
+
+
+_CONTAINERS = (list, tuple, dict, set, frozenset, SimpleNamespace)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a switch or a number, or a container of nothing else."""
+    if isinstance(value, SimpleNamespace):
+        value = vars(value)
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, _CONTAINERS):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)

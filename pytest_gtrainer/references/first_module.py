@@ -102,6 +102,9 @@ def first_module(
     shared = next((names for names in tied if parameter in names), [parameter])
     owners = list(dict.fromkeys(name.rpartition(".")[0] for name in shared))
     begins = search.in_forward()
+    if not begins and result.startswith("buffer "):
+        module = _named(result.split()[1].rpartition(".")[0])
+        return f"{module} itself, which changes it: the outputs of all modules are right"
     if not begins and not result.startswith("gradient of "):
         begins = "the loss: the outputs of all modules are right"
     elif not begins:

@@ -82,8 +82,12 @@ def assert_same_model(
     combine: Combine = "mean",
     loss_dims: Sequence[str] = (),
     local: Mapping[str, tuple[str, int]] | None = None,
+    ignore_buffers: Sequence[str] = (),
 ) -> Proof:
     """Fail unless a parallel model computes the same loss and gradients as the unsharded one.
+
+    Buffers that the step changes are compared, too: those of each rank with what the reference
+    makes of the same buffers and this rank's batch.
 
     Both run in exact arithmetic, with the same abstract parameters and inputs: so there is no
     tolerance, and a difference is no rounding. The reference takes the mean of the steps of all
@@ -111,6 +115,8 @@ def assert_same_model(
         local: of parameters that each rank has sliced by hand, so that no DTensor says where they
             belong: the dimension of the mesh, and of the tensor, by a pattern of FQNs,
             ``{"experts.*": ("ep", 0)}``. Slices are those of ``torch.chunk``.
+        ignore_buffers: patterns of FQNs of buffers that are not compared, such as those that count
+            calls, or that ranks share. The proof names them.
 
     Returns:
         A proof of kind "reordered" (the same function, rounded at the same places), or "rounds
@@ -130,7 +136,9 @@ def assert_same_model(
     __tracebackhide__ = True
     refuse_no_numbers()
     given_parts = {} if local is None else local
-    models = Models(parallel, reference, step, batch, data_dims, combine, given_parts)
+    models = Models(
+        parallel, reference, step, batch, data_dims, combine, given_parts, ignore_buffers
+    )
     check_arguments(models, mesh, loss_dims)
     if mesh is not None and mesh.size() == 1:
         raise VacuousCheck(
@@ -149,6 +157,11 @@ def assert_same_model(
             says += _said_of_combine(models, mesh)
         if proof.kind == "another function":
             says += _said_of_draws(models, mesh)
+        if proof.first is not None and proof.first.result.startswith("buffer "):
+            says += (
+                "\na step changes a buffer otherwise. If ranks may have other numbers in it, name "
+                "it in ignore_buffers="
+            )
         if proof.kind == "unknown":
             says = "nobody knows whether the parallel model is the unsharded one"
         raise AnotherFunction(f"{says}\n{proof}", proof)
@@ -169,7 +182,7 @@ def _strongest(
         try:
             if not before:
                 reference_side = _reference_now(models, mesh)
-                before = reference_side.results()
+                before = reference_side.all_results()
                 models = replace(models, is_shared=_is_alike_on_ranks(reference_side))
             answer = _proof_of(kind, models, mesh, loss_dims, before)
         except NoMeaning as error:
@@ -177,6 +190,8 @@ def _strongest(
         proof = answer.proof
         if proof.kind in (kind, "unknown"):
             break
+        if proof.first is not None and proof.first.result.startswith("parameter "):
+            break  # which no rounding explains
         if kind != _LAST:
             differs = answer
     if proof.kind == _LAST and differs is not None:
@@ -223,7 +238,7 @@ def _is_alike_on_ranks(side: SideResults) -> bool:
     """
     if not has_real_ranks():
         return False
-    digests = [int(scramble(own.flatten()).sum()) for own in side.results().values()]
+    digests = [int(scramble(own.flatten()).sum()) for own in side.all_results().values()]
     of_ranks = gather_objects((side.has_communicated, digests))
     return all(each == (False, digests) for each in of_ranks)
 
@@ -263,7 +278,7 @@ def _proof_of(
         make_arithmetic = partial(field, casts=_CASTS[kind])
         both = subject.in_field(kind, make_arithmetic())
         if field is Field and kind != _LAST and both.expected.is_scaled:
-            after = both.expected.results()  # the same run as the one before
+            after = both.expected.all_results()  # the same run as the one before
         if both.proof.kind == kind:
             both = _in_further_runs(kind, subject, make_arithmetic, both)
         has_functions = any(side.has_functions for side in (*both.found, both.expected))
@@ -276,7 +291,7 @@ def _proof_of(
         says = f"nothing is parallel along {along}, so this says nothing of parallelism there"
         proof = replace(proof, assumes=(*proof.assumes, says))
     if proof.kind == kind:
-        _check_reference_stays(before, after or _reference_now(models, mesh).results())
+        _check_reference_stays(before, after or _reference_now(models, mesh).all_results())
 
     def begins() -> str:
         if proof.first is None:
@@ -475,6 +490,7 @@ def _against_numbers(kind: Kind, both: _Both, subject: _Subject) -> Proof:
         *_said_of_precision(kind, found),
         *describe_known(expected.known),
         *_said_of_compiled(found),
+        *_said_of_buffers(subject.models, found, expected),
         *taken_on_trust(arithmetics, reads),
     )
     if expected.arithmetic is not None:  # ranks may have parts of parameters without elements
@@ -517,6 +533,26 @@ def _said_of_compiled(found: Sequence[SideResults]) -> tuple[str, ...]:
     if not any(side.is_compiled for side in found):
         return ()
     return ("modules that torch.compile has changed run uncompiled: record.prove() judges graphs",)
+
+
+def _said_of_buffers(
+    models: Models, found: Sequence[SideResults], expected: SideResults
+) -> tuple[str, ...]:
+    """Return lines on buffers that are not compared, if there are any."""
+    of_ranks = set().union(*(changed for side in found for changed in side.buffers.values()))
+    both_have = expected.held_buffers & _buffers_of(found)
+    lines = {
+        "ignore_buffers: not compared": set(filter(models.ignores, expected.held_buffers)),
+        "parameters that the step changes are not compared behind it": expected.changed_parameters,
+        "buffers that the reference has not are not compared": of_ranks - expected.held_buffers,
+        "buffers that the reference changes in its backward, once for all batches, are not "
+        "compared": expected.late_buffers & both_have,
+    }
+    return tuple(f"{says}: {spell_some(sorted(names))}" for says, names in lines.items() if names)
+
+
+def _buffers_of(found: Sequence[SideResults]) -> set[str]:
+    return set().union(*(side.held_buffers for side in found))
 
 
 def _said_of_precision(kind: Kind, found: Sequence[SideResults]) -> tuple[str, ...]:
@@ -622,7 +658,10 @@ def _run_both_sides(
         side.note(mode)
         return side
 
-    return found, on_first_rank(run_reference) if models.is_shared else run_reference()
+    expected = on_first_rank(run_reference) if models.is_shared else run_reference()
+    for side in found:
+        side.match_buffers(expected)
+    return found, expected
 
 
 def _join_shares(
@@ -732,8 +771,10 @@ def _compare(
             )
         _check_losses(found, expected)
     held = set().union(*(side.parameters for side in found))
-    for fqn in sorted(expected.parameters - held):
-        first = FirstDifference(f"parameter {fqn}", says="no rank has it, and the reference does")
+    missing = sorted(expected.parameters - held)
+    if missing:
+        says = "no rank has it, and the reference does"
+        first = FirstDifference(f"parameter {missing[0]}", says=says)
         return Proof("another function", len(expected.results()), first)
     # A loss that differs says more than the gradients that follow from it.
     for rank, side in enumerate(found):
@@ -743,17 +784,11 @@ def _compare(
             exponents = side.exponents.get(coordinate), expected.exponents.get(coordinate)
             if different is not None and not _are_equal_exponents(*exponents):
                 return _explain(different, found, expected, mesh)
-    for rank, side in enumerate(found):
-        wanted = side.part_of(expected)
-        has_gradient = _difference_in_gradients(rank, side, wanted)
-        if has_gradient is not None:
-            return Proof("another function", len(wanted), has_gradient)
-        for fqn, own in side.gradients.items():
-            name = f"gradient of {fqn}"
-            expects = wanted.get(name, torch.zeros_like(own))
-            different = _difference(name, rank, own, expects)
-            if different is not None:
-                return _explain(different, found, expected, mesh)
+    different = _difference_in_gradients(found, expected) or _difference_in_state(found, expected)
+    if different is not None and different.element is None:
+        return Proof("another function", len(expected.results()), different)
+    if different is not None:
+        return _explain(different, found, expected, mesh)
     reason = (
         _why_nothing_is_compared(found, expected)
         or _apart_in_real_numbers(found, expected)
@@ -892,19 +927,50 @@ def _are_losses_apart(own: float, wanted: float) -> bool:
 
 
 def _difference_in_gradients(
-    rank: int, side: SideResults, wanted: Mapping[str, Tensor]
+    found: Sequence[SideResults], expected: SideResults
 ) -> FirstDifference | None:
-    """Return the first parameter that has a gradient on one side only, unless that is 0."""
-    for fqn in sorted(side.parameters):
-        name = f"gradient of {fqn}"
-        own = side.gradients.get(fqn)
-        says = ""
-        if own is None and name in wanted and bool(wanted[name].any()):
-            says = f"has no gradient on rank {rank}, and the reference has one"
-        elif own is not None and name not in wanted and bool(own.any()):
-            says = f"has a gradient on rank {rank}, and the reference has none"
-        if says:
-            return FirstDifference(name, rank, says=says)
+    """Return the first gradient that differs; one side may have none of a parameter, if it is 0."""
+    for rank, side in enumerate(found):
+        wanted = side.part_of(expected)
+        for fqn in sorted(side.parameters):
+            name = f"gradient of {fqn}"
+            own = side.gradients.get(fqn)
+            says = ""
+            if own is None and name in wanted and bool(wanted[name].any()):
+                says = f"has no gradient on rank {rank}, and the reference has one"
+            elif own is not None and name not in wanted and bool(own.any()):
+                says = f"has a gradient on rank {rank}, and the reference has none"
+            if says:
+                return FirstDifference(name, rank, says=says)
+        for fqn, own in side.gradients.items():
+            name = f"gradient of {fqn}"
+            expects = wanted.get(name, torch.zeros_like(own))
+            different = _difference(name, rank, own, expects)
+            if different is not None:
+                return different
+    return None
+
+
+def _difference_in_state(
+    found: Sequence[SideResults], expected: SideResults
+) -> FirstDifference | None:
+    """Return the first tensor that the step of a rank changes otherwise than the reference's."""
+    for rank, side in enumerate(found):
+        of_reference = expected.changed_parameters & side.parameters
+        for fqn in sorted(side.changed_parameters ^ of_reference):
+            says = f"the step changes it on rank {rank}, and not in the reference"
+            if fqn in of_reference:
+                says = f"the step of the reference changes it, and not that of rank {rank}"
+            says += ": leave the optimiser out of the step"
+            return FirstDifference(f"parameter {fqn}", rank, says=says)
+        for name, own in side.found_buffers.items():
+            different = _difference(name, rank, own, side.wanted_buffers[name])
+            if different is not None:
+                return different
+    changed = set().union(*expected.buffers.values())
+    for fqn in sorted(changed - _buffers_of(found)):
+        says = "no rank has it, and a step of the reference changes it"
+        return FirstDifference(f"buffer {fqn}", says=says)
     return None
 
 

@@ -40,6 +40,7 @@ def check_arguments(models: Models, mesh: DeviceMesh | None, loss_dims: Sequence
         )
     _check_combine(models.combine, loss_dims)
     _check_local(models, mesh)
+    _check_ignored(models)
     _check_batches(models, data_coordinate(mesh, models.data_dims)[1])
 
 
@@ -137,6 +138,22 @@ def _check_local(models: Models, mesh: DeviceMesh | None) -> None:
             if not 0 <= dim < tensors[fqn].ndim:
                 shape = list(tensors[fqn].shape)
                 raise ValueError(f"{said}: {fqn} has shape {shape}, and no dimension {dim}")
+
+
+def _check_ignored(models: Models) -> None:
+    give = "a tuple of names of buffers, one as ('*.running_mean',)"
+    check_type(models.ignore_buffers, (tuple, list), "ignore_buffers", give)
+    if not models.ignore_buffers:
+        return
+    buffers = [name for name, _ in models.build_reference().named_buffers()]
+    for pattern in models.ignore_buffers:
+        check_type(pattern, str, "one of ignore_buffers", "the name of a buffer")
+        if not fnmatch.filter(buffers, pattern):
+            close = difflib.get_close_matches(pattern, buffers, n=1, cutoff=0.4)
+            suggestion = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(
+                f"ignore_buffers={(pattern,)}: the reference has no buffer of that name{suggestion}"
+            )
 
 
 def check_local_is_used(

@@ -30,10 +30,17 @@ from pytest_gtrainer._torch.wrapped_modules import name_without_wrappers
 from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode, CountReads
 from pytest_gtrainer.facts import check_type
-from pytest_gtrainer.numerics.bits import held
 from pytest_gtrainer.proofs.contexts import Elements
 from pytest_gtrainer.proofs.further_runs import Chances
 from pytest_gtrainer.proofs.state import known_numbers
+from pytest_gtrainer.references.buffers import (
+    BuffersBefore,
+    Changed,
+    ParametersBefore,
+    elements_of,
+    lifted,
+    whole_of,
+)
 from pytest_gtrainer.references.first_module import Calls
 
 Step: TypeAlias = Callable[..., Any]
@@ -82,6 +89,11 @@ class SideResults:
         drawn: operators by which the step has drawn random numbers; of the reference alone.
         is_compiled: a module is compiled, and has run as it was before.
         has_communicated: of the reference: its step, or what builds it, came to a collective.
+        buffers: by data coordinate, and FQN, those that the step has changed.
+        held_buffers: the FQNs of all buffers of this side.
+        late_buffers: of the reference: those that one backward changes for several coordinates.
+        changed_parameters: the FQNs of parameters whose numbers the step has changed.
+        found_buffers, wanted_buffers: what is compared of the buffers of this rank, by result.
         parallel_dims: dimensions of the mesh along which the step of a rank communicates, or along
             which it has a part of a parameter.
     """
@@ -110,6 +122,12 @@ class SideResults:
     is_compiled: bool = False
     has_communicated: bool = False
     parallel_dims: set[str] = field(default_factory=set)
+    buffers: dict[int, dict[str, Changed]] = field(default_factory=dict)
+    held_buffers: set[str] = field(default_factory=set)
+    late_buffers: set[str] = field(default_factory=set)
+    changed_parameters: set[str] = field(default_factory=set)
+    found_buffers: dict[str, Tensor] = field(default_factory=dict)
+    wanted_buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def note(self, mode: ArithmeticMode) -> None:
         """Note what may make two functions equal, or unequal, by chance."""
@@ -122,7 +140,36 @@ class SideResults:
         losses = {
             f"loss of data coordinate {coordinate}": own for coordinate, own in self.losses.items()
         }
-        return {**losses, **{f"gradient of {fqn}": own for fqn, own in self.gradients.items()}}
+        gradients = {f"gradient of {fqn}": own for fqn, own in self.gradients.items()}
+        return {**losses, **gradients, **self.found_buffers}
+
+    def all_results(self) -> dict[str, Tensor]:
+        """Return the results, with the buffers of all data coordinates."""
+        found = self.results()
+        for coordinate, changed in self.buffers.items():
+            for fqn, each in changed.items():
+                found[_name_of_buffer(fqn, coordinate)] = each.after
+        return found
+
+    def match_buffers(self, whole: "SideResults") -> None:
+        """Match the buffers that this rank's step changes with those of the unsharded side's."""
+        for coordinate, changed in self.buffers.items():
+            expected = whole.buffers.get(coordinate, {})
+            both_have = self.held_buffers & whole.held_buffers - whole.late_buffers
+            for fqn in sorted(both_have & (changed.keys() | expected.keys())):
+                name, own, wanted = _name_of_buffer(fqn, coordinate), changed.get(fqn), None
+                if fqn in expected:
+                    wanted = expected[fqn]
+                    if fqn in self.parts:
+                        part = self.parts[fqn]
+                        wanted = Changed(part.of(wanted.before), part.of(wanted.after))
+                # A side that does not change it has the numbers that the other began with.
+                own, wanted = own or wanted, wanted or own
+                assert own is not None
+                assert wanted is not None
+                is_changed = fqn in changed, fqn in expected
+                self.found_buffers[name] = own.after if is_changed[0] else own.before
+                self.wanted_buffers[name] = wanted.after if is_changed[1] else wanted.before
 
     def part_of(self, whole: "SideResults") -> dict[str, Tensor]:
         """Return the results of the unsharded side that this side should have."""
@@ -131,7 +178,11 @@ class SideResults:
             name = f"gradient of {fqn}"
             if name in wanted:
                 wanted[name] = part.of(wanted[name])
-        return wanted
+        return wanted | self.wanted_buffers
+
+
+def _name_of_buffer(fqn: str, coordinate: int) -> str:
+    return f"buffer {fqn} of data coordinate {coordinate}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +200,12 @@ class Models:
     data_dims: Sequence[str]
     combine: Combine = "mean"
     local: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    ignore_buffers: Sequence[str] = ()
     is_shared: bool = False
+
+    def ignores(self, fqn: str) -> bool:
+        """Return whether a buffer is not to be compared."""
+        return any(fnmatchcase(fqn, pattern) for pattern in self.ignore_buffers)
 
     def run_reference(
         self, mode: ArithmeticMode, coordinates: int, is_scaled: bool, follows: bool = False
@@ -164,6 +220,7 @@ class Models:
         with mode, CountReads(mode):
             model = self.new_reference(elements)
             side.known = known_numbers(model)
+            buffers, parameters = BuffersBefore(mode, model), ParametersBefore(model)
             losses = []
             for coordinate in range(coordinates):
                 inputs, total = self.inputs(elements, coordinate)
@@ -175,6 +232,9 @@ class Models:
                 ):
                     loss = self.step(model, *inputs)
                 side.drawn |= mode.arithmetic.drawn
+                side.buffers[coordinate] = self._changed(buffers)
+                if coordinate + 1 < coordinates:
+                    buffers.put_back()
                 if not isinstance(loss, Tensor):
                     raise TypeError(
                         f"the step returns {_spell_type(loss)} for the reference: return the loss"
@@ -200,8 +260,30 @@ class Models:
                 side.whole = elements_of(mode, whole)
                 backward(whole, scale)
             _take_gradients(side, mode, model)
+            self._take_late_buffers(side, buffers, coordinates)
+            side.changed_parameters = parameters.changed()
         side.has_communicated = mode.has_communicated
         return side
+
+    def _changed(self, buffers: BuffersBefore) -> dict[str, Changed]:
+        """Return the buffers that a step has changed, and that are to be compared."""
+        found = buffers.changed()
+        return {fqn: each for fqn, each in found.items() if not self.ignores(fqn)}
+
+    def _take_late_buffers(
+        self, side: SideResults, buffers: BuffersBefore, coordinates: int
+    ) -> None:
+        """Take the buffers that a backward changes, too, as a model that is checkpointed does."""
+        side.held_buffers = buffers.names
+        late, known = self._changed(buffers), side.buffers[coordinates - 1]
+        if coordinates == 1:
+            side.buffers[0] = late
+            return
+        # One backward serves all data coordinates.
+        for name in late.keys() | known.keys():
+            either = late.get(name), known.get(name)
+            if None in either or not torch.equal(late[name].after, known[name].after):
+                side.late_buffers.add(name)
 
     def _combined(self, losses: Sequence[Tensor]) -> Tensor:
         if not isinstance(self.combine, str):
@@ -225,6 +307,7 @@ class Models:
         self._load(side, model, self.new_reference(elements).state_dict(), mesh)
         side.precisions = precisions(model)
         side.is_compiled = any(map(is_compiled, model.modules()))
+        buffers, parameters = BuffersBefore(mode, model), ParametersBefore(model)
         coordinate, _ = data_coordinate(mesh, self.data_dims)
         inputs, total = self.inputs(elements, coordinate)
         side.given.add((coordinate, total))
@@ -248,6 +331,8 @@ class Models:
             side.exponents[coordinate] = exponents_of(mode, loss)
             side.real[coordinate, total] = real_number(loss)
         _take_gradients(side, mode, model)
+        side.buffers[coordinate], side.held_buffers = self._changed(buffers), buffers.names
+        side.changed_parameters = parameters.changed()
         return side
 
     @property
@@ -414,41 +499,18 @@ def _take_gradients(side: SideResults, mode: ArithmeticMode, model: nn.Module) -
         side.parameters.add(name)
         names.setdefault(id(parameter), []).append(name)
         if parameter.grad is not None:
-            whole = _whole(parameter.grad)
-            side.gradients[name] = elements_of(mode, whole)
+            gradient = whole_of(parameter.grad)
+            side.gradients[name] = elements_of(mode, gradient)
             with without_modes():
-                side.sizes[name] = float(whole.double().abs().sum())
+                side.sizes[name] = float(gradient.double().abs().sum())
     side.tied = [several for several in names.values() if len(several) > 1]
-
-
-def elements_of(mode: ArithmeticMode, tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor, whole if it is sharded; also those of known numbers."""
-    elements = _lifted(mode, tensor)
-    with without_modes():
-        return mode.arithmetic.compared(elements).clone()
 
 
 def exponents_of(mode: ArithmeticMode, loss: Tensor) -> Tensor | None:
     """Return what a loss is compared by instead of its elements; None if there is nothing."""
-    elements = _lifted(mode, loss)
+    elements = lifted(mode, loss)
     with without_modes():
         return mode.arithmetic.compared_instead(elements)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """Return a tensor without autograd, whole if it is sharded."""
-    whole = tensor.detach()
-    if isinstance(whole, DTensor):
-        whole = whole.full_tensor()
-    # A hook or a step may get the result of a collective that is still under way.
-    return held(whole)
-
-
-def _lifted(mode: ArithmeticMode, tensor: Tensor) -> Tensor:
-    whole = _whole(tensor)
-    value = mode.shadows.read(whole)
-    with without_modes():
-        return mode.arithmetic.lift(whole if value is None else value)
 
 
 def real_number(loss: Tensor) -> float:

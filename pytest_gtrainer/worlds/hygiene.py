@@ -42,9 +42,7 @@ STAYS = ("the other switches", "modules", "threads", "open files", "the locale")
 def kept() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
     """Return by name how to read and write the state that is put back after a test on a rank."""
     # Imported here: a process that keeps its log quiet may have no use for torch.
-    import torch
-
-    from pytest_gtrainer._torch.modes import MODES
+    from pytest_gtrainer._torch.modes import MODES, SETTINGS
 
     return {
         **MODES,
@@ -62,22 +60,7 @@ def kept() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
         "alarms": (lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0, lambda _: signal.alarm(0)),
         "sys.path": (lambda: sys.path[:], lambda value: sys.path.__setitem__(slice(None), value)),
         "the garbage collector": (lambda: (gc.isenabled(), gc.get_threshold()), _set_collector),
-        "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-        "the number of threads": (torch.get_num_threads, torch.set_num_threads),
-        "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-        "anomaly mode": (
-            lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-            lambda value: torch.autograd.set_detect_anomaly(*value),
-        ),
-        "matmul precision": (_matmul_precision, _set_matmul_precision),
-        # Written only if changed: use_deterministic_algorithms imports half of Inductor.
-        "deterministic algorithms": (
-            lambda: (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            ),
-            lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
-        ),
+        **SETTINGS,
     }
 
 
@@ -119,26 +102,6 @@ def restored() -> Iterator[Changes]:
     put_back()
     if problems:
         raise RuntimeError("\n".join(problems))
-
-
-def _matmul_precision() -> tuple[str | None, str, str]:
-    import torch
-
-    precision = None
-    # It raises if the two ways to set the precision were mixed.
-    with contextlib.suppress(RuntimeError):
-        precision = torch.get_float32_matmul_precision()
-    on_cuda, on_cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
-    return precision, on_cuda.fp32_precision, on_cpu.fp32_precision
-
-
-def _set_matmul_precision(value: tuple[str | None, str, str]) -> None:
-    import torch
-
-    if value[0] is not None:
-        torch.set_float32_matmul_precision(value[0])
-    torch.backends.cuda.matmul.fp32_precision = value[1]
-    torch.backends.mkldnn.matmul.fp32_precision = value[2]
 
 
 def _set_limits(limits: dict[int, tuple[int, int]]) -> None:

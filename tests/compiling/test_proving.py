@@ -432,3 +432,24 @@ def test_a_number_that_a_graph_returns_is_compared():
     proof = record.prove()
     assert (proof.kind, proof.weakest.by) == ("another function", "add_one_more")
     assert proof.weakest.proof.first.result == "output 1"
+
+
+@pytest.mark.gt_world("fake", size=2, mesh={"tp": 2})
+@pytest.mark.parametrize("mistake", [None, add_one_more], ids=["right", "one more"])
+def test_a_number_that_a_graph_with_a_collective_returns_is_compared(mistake, gt_mesh, gt_world):
+    def reduce(x):
+        total = torch.distributed._functional_collectives.all_reduce(x * 2, "sum", gt_mesh)
+        return total, x.shape[0] + 1
+
+    with gt_compile() as record:
+        options = {"post_grad_custom_post_pass": mistake} if mistake else {}
+        torch.compile(reduce, dynamic=True, options=options)(torch.ones(5, 3))
+    if mistake is None:
+        # By two numbers, and in the world of the test, it is the same.
+        assert record.assert_same_function(world=2).kind != "another function"
+        return
+    proof = record.prove()
+    assert (proof.kind, proof.weakest.by) == ("another function", "add_one_more"), str(proof)
+    assert proof.weakest.proof.first.result == "output 1"
+    with pytest.raises(AnotherFunction):
+        record.assert_same_function(world=2)

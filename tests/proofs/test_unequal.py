@@ -3,6 +3,7 @@ difference.
 """
 
 import copy
+import os
 import types
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from pytest_gtrainer import meaning, prove
 from pytest_gtrainer.arithmetic import mode
+from pytest_gtrainer.proofs.state import modes_of_torch
 
 F = nn.functional
 X, Y = torch.arange(1.0, 5.0), torch.tensor([2.0, -1.0, 3.0, 0.5])
@@ -499,6 +501,26 @@ WRITES = {
         nothing, nothing
     ).__enter__(),
     "a hook of all modules": lambda held, module: register_module_forward_hook(nothing),
+    "deterministic algorithms": lambda held, module: torch.use_deterministic_algorithms(True),
+    "warnings of these": lambda held, module: torch.use_deterministic_algorithms(
+        True, warn_only=True
+    ),
+    "no memory is filled": lambda held, module: setattr(
+        torch.utils.deterministic, "fill_uninitialized_memory", False
+    ),
+    "products of less precision": lambda held, module: torch.set_float32_matmul_precision("high"),
+    "products of GPUs": lambda held, module: setattr(
+        torch.backends.cuda.matmul, "fp32_precision", "tf32"
+    ),
+    "products in bfloat16": lambda held, module: setattr(
+        torch.backends.mkldnn.matmul, "fp32_precision", "bf16"
+    ),
+    "measured kernels": lambda held, module: setattr(torch.backends.cudnn, "benchmark", True),
+    "no oneDNN": lambda held, module: setattr(torch.backends.mkldnn, "enabled", False),
+    "no flash attention": lambda held, module: torch.backends.cuda.enable_flash_sdp(False),
+    "anomalies": lambda held, module: torch.autograd.set_detect_anomaly(True),
+    "threads": lambda held, module: torch.set_num_threads(torch.get_num_threads() + 1),
+    "rings": lambda held, module: os.environ.update(NCCL_ALGO="Ring"),
 }
 
 
@@ -508,12 +530,12 @@ def test_python_values_that_a_call_leaves_are_results(write):
     module.kept = []
     module.register_buffer("count", torch.zeros(1))
     inputs = X, {"list": [1, 0.0], "text": "a"}, module
+    before = modes_of_torch()
     writes, reads = leave(WRITES[write]), leave(lambda held, module: None)
     assert kind_of(writes, writes, *inputs)[0] == "identical"
     assert kind_of(writes, reads, *inputs)[0] == "another function"
     assert kind_of(reads, writes, *inputs)[0] == "another function"
-    assert not torch.is_autocast_enabled("cpu")
-    assert torch.is_grad_enabled()
+    assert modes_of_torch() == before
 
 
 class Answers:

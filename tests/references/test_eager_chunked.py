@@ -3,6 +3,7 @@
 import re
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -471,6 +472,8 @@ class Switched(nn.Module):
         super().__init__()
         self.mixes, self.layer, self.on = mixes, nn.Linear(8, 8), False
         self.norm = nn.BatchNorm1d(6)
+        self.sizes, self.names, self.settings = [0], {"b"}, SimpleNamespace(on=False)
+        self.options = {"on": False, "sizes": []}
 
     def forward(self, x, mask=None):
         x = self.layer(x)
@@ -483,6 +486,20 @@ LATER = {
     "training": ("norm", lambda block: block.train()(X)),
     "mask": (lambda *given: given[2] is not None, lambda block: block(X, torch.ones(4, 6))),
     "attribute": (lambda block, *_: block.on, lambda block: (setattr(block, "on", True), block(X))),
+    "list": (lambda block, *_: block.sizes[0], lambda block: (block.sizes.insert(0, 1), block(X))),
+    "dict": (
+        lambda block, *_: block.options["on"],
+        lambda block: (block.options.update(on=True), block(X)),
+    ),
+    "set": (lambda block, *_: "a" in block.names, lambda block: (block.names.add("a"), block(X))),
+    "list in a dict": (
+        lambda block, *_: block.options["sizes"],
+        lambda block: (block.options["sizes"].append(1), block(X)),
+    ),
+    "settings": (
+        lambda block, *_: block.settings.on,
+        lambda block: (setattr(block.settings, "on", True), block(X)),
+    ),
     "extent": (lambda _, x, __: x.shape[1] > 6, lambda block: block(torch.cat([X, X], 1))),
     "dtype": (
         lambda _, x, __: x.dtype == torch.float64,

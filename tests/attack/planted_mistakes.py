@@ -17,13 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from torch import fx
+
 import pytest_gtrainer
 from pytest_gtrainer import graphtext
 from pytest_gtrainer.attack.extract import computed
 from pytest_gtrainer.attack.fuzz import Fuzzer
 from pytest_gtrainer.attack.generate import mesh_of_ranks
 from pytest_gtrainer.attack.oracles import world_of
-from pytest_gtrainer.graph.collectives import fsdp_all_gathers, fsdp_reduce_scatters
+from pytest_gtrainer.graph.collectives import fsdp_all_gathers, fsdp_reduce_scatters, group_of
+from pytest_gtrainer.graph.nodes import BODY, FORWARD, GRAPH, annotation, direction
 
 ROOT = Path(pytest_gtrainer.__file__).parents[1]
 SECONDS = 60.0
@@ -71,6 +74,69 @@ def recompute(module, gm, inputs):
     return module.selective_activation_remat_pass(gm)
 
 
+def recompute_gathers(module, gm, inputs):
+    """Gather parameters again in the backward."""
+    return module.selective_activation_remat_pass(pytest_gtrainer.tag_with_memory_policy_pass(gm))
+
+
+def split_and_join(module, gm, inputs):
+    """Cut the graph of a stage into its parts, and run them in their order.
+
+    The first results are the gradients of its inputs.
+    """
+    output = gm.graph.output_node()
+    output.meta[module.STAGE_OUTPUTS] = (0, len(output.args[0]) // 2)
+    stage = module.split_stage_graph(gm)
+    graph, values = fx.Graph(), {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        values[node.name] = graph.node_copy(node)
+    for name in module.PARTS:
+        part = stage.parts[name]
+        inputs_of_part = part.gm.graph.find_nodes(op="placeholder")
+        copies = {}
+        for node, taken in zip(inputs_of_part, part.takes, strict=True):
+            copies[node] = values[taken]
+        for node in part.gm.graph.nodes:
+            if node.op not in ("placeholder", "output"):
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        for given, node in zip(part.gives, part.gm.graph.output_node().args[0], strict=True):
+            values[given] = copies[node]
+    graph.output(tuple(values[name] for name in stage.results))
+    return fx.GraphModule(gm, graph)
+
+
+def take_turns(module, gm, inputs):
+    """Say that the forward's first all-to-alls are those of two chunks; these then take turns."""
+    calls = []
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and direction(node) == FORWARD:
+            calls.append(node)
+    of_groups = {}
+    for node in calls:
+        if node.target is module.ALL_TO_ALL:
+            of_groups.setdefault(group_of(node), []).append(node)
+    exchanges = max(of_groups.values(), key=len, default=[])
+    count = len(exchanges) // 2
+    if not count:
+        return gm
+    ends = exchanges[count - 1], exchanges[2 * count - 1]
+    for node in calls:
+        if node <= ends[1] and (node.target is not module.ALL_TO_ALL or node in exchanges):
+            marks = annotation("experts", BODY, GRAPH, int(node > ends[0]))
+            node.meta["custom"] = {**node.meta.get("custom", {}), **marks}
+    return module.chunk_schedule_pass(gm)
+
+
+def run_pipeline(module, gm, inputs):
+    """Run the passes of a training step, with resharding after the forward."""
+    members = [*fsdp_all_gathers(gm), *fsdp_reduce_scatters(gm)]
+    fqns = sorted({member.bucket_fqn for member in members} - {""})
+    passes = module.construct_default_graph_passes(
+        bucket_plan=[*fqns, ""], reshard_after_forward=True, reduce_scatter_first=True
+    )
+    return module.apply_graph_passes(gm, inputs, passes, progress=None)
+
+
 SETTINGS = {
     "canonicalize": Setting("pytest_gtrainer.passes.canonicalize", canonicalize),
     "dead code": Setting(
@@ -94,6 +160,16 @@ SETTINGS = {
     ),
     "bucket": Setting("pytest_gtrainer.passes.joint", bucket, ranks=4, nodes=30),
     "remat": Setting("pytest_gtrainer.passes.remat", recompute, nodes=30),
+    "policy": Setting("pytest_gtrainer.passes.remat", recompute_gathers, ranks=4, nodes=30),
+    "stages": Setting("pytest_gtrainer.passes.stages", split_and_join, ranks=4, nodes=30),
+    "turns": Setting("pytest_gtrainer.passes.chunking.schedule", take_turns, ranks=4, nodes=60),
+    "pipeline": Setting(
+        "pytest_gtrainer.passes.pipeline",
+        run_pipeline,
+        ranks=4,
+        nodes=30,
+        at_least="rounds elsewhere",
+    ),
     "merge": Setting(
         "tests.attack.newcomers_passes", lambda module, gm, inputs: module.merge_pass(gm)
     ),
@@ -120,6 +196,7 @@ class Mistake:
 
 NODES = "pytest_gtrainer.graph.nodes"
 COLLECTIVES = "pytest_gtrainer.graph.collectives"
+COLLECTIVE_PASSES = "pytest_gtrainer.passes.collectives"
 OURS = [
     # canonicalize
     Mistake(
@@ -513,6 +590,98 @@ OURS = [
         "only direct readers' values are known to be tagged",
         "return _is_tagged(node) and node not in done",
         "return _is_tagged(node)",
+    ),
+    # policy
+    Mistake(
+        "policy",
+        "a shard that is updated is gathered again",
+        "if wrong is None and storage_of(source) in written:",
+        "if 0:",
+    ),
+    Mistake(
+        "policy",
+        "what was gathered and is written to is gathered again",
+        "        elif storage_of(node) in written:",
+        "        elif 0:",
+    ),
+    # stages
+    Mistake(
+        "stages",
+        "draws change places",
+        "ordered = [list(filter(is_random, part_of))]",
+        "ordered = []",
+    ),
+    Mistake(
+        "stages", "writes change places", "for memory in writes(gm.graph):", "for memory in ():"
+    ),
+    Mistake(
+        "stages",
+        "a part reads what runs later",
+        "if part_of.get(read, 0) > part:",
+        "if 0:",
+    ),
+    Mistake(
+        "stages",
+        "a part gives results only",
+        "any(part_of.get(user, part) != part for user in node.users)",
+        "False",
+    ),
+    Mistake(
+        "stages",
+        "what a part gives has the order of the results",
+        "gives=tuple(map(str, gives)),",
+        "gives=tuple(sorted(map(str, gives))),",
+    ),
+    # turns
+    Mistake(
+        "turns",
+        "a reader does not wait for the last write",
+        "                if storage in writer:\n",
+        "                if 0:\n",
+    ),
+    Mistake(
+        "turns",
+        "a write does not wait for the readers before",
+        "sources.update(dict.fromkeys(readers.pop(storage, ())))",
+        "readers.pop(storage, ())",
+    ),
+    Mistake(
+        "turns", "draws change places", "            if drawer is not None:", "            if 0:"
+    ),
+    Mistake(
+        "turns",
+        "only writes to the value itself count",
+        "            storage = storages.of[source]\n",
+        "            storage = source\n",
+    ),
+    # pipeline
+    Mistake(
+        "pipeline",
+        "the sum over replicas is lost",
+        "        below.replace_all_uses_with(wait)\n",
+        "",
+        COLLECTIVE_PASSES,
+    ),
+    Mistake(
+        "pipeline",
+        "any parameter is the first one",
+        "key = (member.position, member.direction,",
+        "key = (member.direction,",
+        COLLECTIVE_PASSES,
+    ),
+    Mistake(
+        "pipeline",
+        "extents are not compared",
+        "zip((*ours.shape, *ours.stride()), (*theirs.shape, *theirs.stride()), strict=True)",
+        "zip(ours.stride(), theirs.stride(), strict=True)",
+        "pytest_gtrainer.passes.canonicalize",
+    ),
+    Mistake(
+        "pipeline",
+        "gradients leave a bucket in reverse order",
+        "zip(merge.members, shards, parts, strict=True)",
+        "zip(merge.members, shards, parts[::-1], strict=True)",
+        "pytest_gtrainer.passes.joint",
     ),
 ]
 NEWCOMERS = [

@@ -14,16 +14,16 @@ A view is known by what it is a view of, and by its layout there. So a view of a
 memory, and a view that changes nothing has the number of its operand. Both versions run once, on
 numbers, because only that shows layouts: a pass may leave metadata that is no longer true.
 
-Nodes that write or draw have to be the same in both versions, in one order. So a value of memory
-that is written to has, besides its number, an *epoch*: how often that has been written so far. Two
-such memories are never one, but as long as nobody has written to them, who reads them gets what any
-equal call gives.
+Nodes that draw have to be the same in both versions, in one order, and so have those that write to
+one memory. So a value of memory that is written to has, besides its number, a *history*: the
+numbers of the nodes that have written to it so far. Two such memories are never one, but as long as
+nobody has written to them, who reads them gets what any equal call gives.
 
 Cost: linear in the nodes. Source: "SAT sweeping" of circuits, Kuehlmann and Krohm, 1997.
 """
 
 import operator
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -54,6 +54,9 @@ _CALLS = (torch.ops.higher_order.cond, torch.ops.higher_order.invoke_subgraph)
 """Operators that do what the graphs inside do, and nothing else."""
 
 _KNOWN = (*_CALLS, operator.getitem)
+
+Value = tuple[int, tuple[int, ...]]
+"""The number of a value, and those of the writes to its memory so far."""
 
 Pair = tuple[fx.Node, fx.Node]
 """A node of the new version, and one of the old version, that have to be equal."""
@@ -205,10 +208,11 @@ class _Version:
         layouts: of all tensors, as a run has shown them.
         numbers: of nodes; of memory that is written to they say which it is, not its value.
         values: numbers of what nodes make, before anybody writes to it.
-        stateful: nodes whose place among each other matters.
+        stateful: nodes that draw, write or make memory without a value, and which of these they
+            are: a draw by its place, the others by their name.
         created: nodes that make memory which others write to. Equal ones are not one.
         shows: nodes whose value is such memory, or a view of it.
-        epochs: by reader and operand, how often the operand's memory was written to before.
+        histories: by reader and operand, the nodes that have written to the operand's memory before.
     """
 
     def __init__(self, gm: fx.GraphModule, inputs_of: fx.GraphModule) -> None:
@@ -220,9 +224,9 @@ class _Version:
         self._inputs = {node: place for place, node in enumerate(inputs)}
         self.numbers: dict[fx.Node, int] = {}
         self.values: dict[fx.Node, int] = {}
-        self.stateful: dict[fx.Node, int] = {}
+        self.stateful: dict[fx.Node, tuple[str, Any]] = {}
         self.created: dict[fx.Node, int] = {}
-        self.epochs: dict[fx.Node, dict[fx.Node, int]] = {}
+        self.histories: dict[fx.Node, dict[fx.Node, tuple[fx.Node, ...]]] = {}
         memory: dict[fx.Node, set[fx.Node]] = {}
         written: set[fx.Node] = set()
         for node in gm.graph.nodes:
@@ -231,13 +235,17 @@ class _Version:
                 written |= memory[operand]
         self.shows = {node for node in gm.graph.nodes if memory[node] & written}
         # In the order of the graph: a reader sees what was written before it.
-        writes: Counter[fx.Node] = Counter()
+        writers: dict[fx.Node, dict[fx.Node, None]] = defaultdict(dict)
         for node in gm.graph.nodes:
-            self.epochs[node] = {}
+            self.histories[node] = {}
             for operand in node.all_input_nodes:
-                self.epochs[node][operand] = sum(writes[each] for each in memory[operand])
+                found: set[fx.Node] = set()
+                for each in memory[operand]:
+                    found.update(writers[each])
+                self.histories[node][operand] = tuple(sorted(found))
             for operand in written_operands(node):
-                writes.update(memory[operand])
+                for each in memory[operand]:
+                    writers[each][node] = None
             self._classify(node, memory, written)
 
     def _classify(
@@ -249,8 +257,10 @@ class _Version:
         # Memory that nobody has written yet is another one each time; if nobody reads it either, it
         # may go.
         is_fresh = "empty" in short_name(node) and bool(node.users)
-        if is_fresh or is_random(node) or written_operands(node):
-            self.stateful[node] = len(self.stateful)
+        if is_random(node):
+            self.stateful[node] = "draw", sum(kind == "draw" for kind, _ in self.stateful.values())
+        elif is_fresh or written_operands(node):
+            self.stateful[node] = "memory", node.name
         elif node in written:
             self.created[node] = len(self.created)
 
@@ -298,17 +308,17 @@ class _Version:
         """Return all numbers of nodes and values."""
         return {*self.numbers.values(), *self.values.values()}
 
-    def value(self, operand: fx.Node, reader: fx.Node, of_memory: bool = True) -> tuple[int, int]:
-        """Return number and epoch of an operand, which say what a reader gets.
+    def value(self, operand: fx.Node, reader: fx.Node, of_memory: bool = True) -> Value:
+        """Return number and history of an operand, which say what a reader gets.
 
         Args:
             of_memory: to who writes to it, or shows it, it matters which memory it is.
         """
-        epoch = self.epochs[reader][operand]
+        history = tuple(self.numbers[writer] for writer in self.histories[reader][operand])
         is_memory = of_memory and (reader in self.shows or reader in self.stateful)
-        if epoch or is_memory:
-            return self.numbers[operand], epoch
-        return self.values[operand], 0
+        if history or is_memory:
+            return self.numbers[operand], history
+        return self.values[operand], ()
 
     def _spelled(self, argument: Any, reader: fx.Node, of_memory: bool = True) -> Any:
         """Return an argument with values in the place of nodes, as a part of a key."""
@@ -519,8 +529,8 @@ class _Cone:
         self.version, self._shared = version, shared
         self._kept: set[fx.Node] = set()
         self._results: list[fx.Node] = []
-        self._as_input: dict[fx.Node, tuple[int, int]] = {}
-        self.inputs: set[tuple[int, int]] = set()
+        self._as_input: dict[fx.Node, Value] = {}
+        self.inputs: set[Value] = set()
 
     def add(self, result: fx.Node, other_number: bool = False) -> None:
         """Add a side of a pair, and what makes it.
@@ -537,7 +547,7 @@ class _Cone:
         is_given = other_number or result.op == "placeholder"
         if is_given and self._is_input(result, number):
             # The other side makes this very value of it, as an alias does.
-            value = number, 0
+            value: Value = number, ()
             self.inputs.add(value)
             self._as_input[result] = value
             return
@@ -548,15 +558,15 @@ class _Cone:
                 continue
             self._kept.add(node)
             for operand in node.all_input_nodes:
-                number, epoch = self._read(operand, node)
+                number, history = self._read(operand, node)
                 if self._is_input(operand, number):
-                    self.inputs.add((number, epoch))
-                elif operand in self.version.stateful or epoch:
+                    self.inputs.add((number, history))
+                elif operand in self.version.stateful or history:
                     raise CannotCut(f"{operand} is written to, or drawn")
                 else:
                     todo.append(operand)
 
-    def _read(self, operand: fx.Node, reader: fx.Node) -> tuple[int, int]:
+    def _read(self, operand: fx.Node, reader: fx.Node) -> Value:
         """Return what a node reads. Nobody writes here, so it is no matter in which memory."""
         return self.version.value(operand, reader, of_memory=False)
 
@@ -566,23 +576,23 @@ class _Cone:
         is_abstract = isinstance(value, Tensor) and value.is_floating_point()
         return node.op == "placeholder" or (number in self._shared and is_abstract)
 
-    def graph_over(self, inputs: Mapping[tuple[int, int], Any]) -> fx.GraphModule:
+    def graph_over(self, inputs: Mapping[Value, Any]) -> fx.GraphModule:
         """Return the graph of all added nodes, with inputs for these values."""
         graph = fx.Graph()
-        given: dict[tuple[int, int], fx.Node] = {}
+        given: dict[Value, fx.Node] = {}
         copies: dict[fx.Node, fx.Node] = {}
-        for (number, epoch), value in inputs.items():
-            made = graph.placeholder(f"value_{number}_{epoch}")
+        for place, (read, value) in enumerate(inputs.items()):
+            made = graph.placeholder(f"value_{read[0]}_{place}")
             fqn = made.name
             made.meta.update(val=_with_own_elements(value), gt_input={"kind": "input", "fqn": fqn})
-            given[number, epoch] = made
+            given[read] = made
         for node in sorted(self._kept, key=places_of(self.version.gm.graph.nodes).__getitem__):
             operands = {}
             for operand in node.all_input_nodes:
                 # A side of another pair, too: behind it both versions go on with one value.
-                value = self._read(operand, node)
-                if self._is_input(operand, value[0]):
-                    operands[operand] = given[value]
+                read = self._read(operand, node)
+                if self._is_input(operand, read[0]):
+                    operands[operand] = given[read]
                 else:
                     operands[operand] = copies[operand]
             copies[node] = graph.node_copy(node, operands.__getitem__)

@@ -487,3 +487,18 @@ def test_groups_of_the_same_ranks_do_the_same(gt_world):
     before = gathered_over([0, 1])
     assert cut_to_pairs(gathered_over([0, 1]), before) is None
     assert cut_to_pairs(gathered_over([0, 2]), before) is not None
+
+
+@pytest.mark.parametrize("memories", [2, 1])
+def test_writes_to_two_memories_may_change_places(memories):
+    """Those to one memory may not."""
+    lines = ["a: f32[2, 3] = aten.clone(I.x)", "b: f32[2, 3] = aten.exp(I.x)"]
+    written = ("a", "b") if memories == 2 else ("a", "a")
+    writes = [
+        f"c: f32[2, 3] = aten.add_.Tensor({written[0]}, I.x)",
+        f"d: f32[2, 3] = aten.mul_.Tensor({written[1]}, I.x)",
+    ]
+    results = ["fwd._.a", "fwd._.b"]
+    before = parse(*lines, *writes, results=results)
+    after = parse(*lines, *writes[::-1], results=results)
+    assert is_equal_by_pairs(after, before) is (memories == 2)

@@ -25,6 +25,7 @@ from pytest_gtrainer._torch.passes import root_ranks
 from pytest_gtrainer._torch.random_states import random_state
 from pytest_gtrainer._torch.threads import BACKEND
 from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer.facts import check_type
 from pytest_gtrainer.graph.bucket_plan import (
     LOSS,
     SUGGESTS,
@@ -178,7 +179,8 @@ class TrainConfig:
         rank's.
 
         Raises:
-            TypeError: ``batch`` gives a tensor, whose rows would each be taken for an input.
+            TypeError: ``batch`` gives no tuple: each row of a tensor, and each key of a dict, would
+                be taken for an input.
         """
         batch = self.batch(number, self.coordinate if coordinate is None else coordinate)
         if isinstance(batch, torch.Tensor):
@@ -186,6 +188,8 @@ class TrainConfig:
                 "TrainConfig.batch returns a tensor: return a tuple of the step's inputs, one as "
                 "(tensor,)"
             )
+        give = "a tuple of the step's inputs, one as (tensor,)"
+        check_type(batch, (tuple, list), "what TrainConfig.batch returns", give)
         return batch
 
     @property
@@ -515,6 +519,8 @@ def train(
         peers = peers_by((config.coordinate, part))
     for step in range(config.steps):
         optimizer.zero_grad()
+        # Eager code would add the gradients of parameters that the optimiser does not hold.
+        model.zero_grad()
         if config.record_rng:
             record_random_states(record, step, rank)
         for number, name in config.batches(step):

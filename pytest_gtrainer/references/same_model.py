@@ -291,6 +291,8 @@ def _proof_of(
         says = f"nothing is parallel along {along}, so this says nothing of parallelism there"
         proof = replace(proof, assumes=(*proof.assumes, says))
     if proof.kind == kind:
+        of_one_batch = _said_of_one_batch(subject, both.found)
+        proof = replace(proof, assumes=(*proof.assumes, *of_one_batch))
         _check_reference_stays(before, after or _reference_now(models, mesh).all_results())
 
     def begins() -> str:
@@ -336,6 +338,19 @@ def _idle_dims(found: Sequence[SideResults], mesh: DeviceMesh | None) -> Sequenc
             "results prove nothing. Does the plan match a module, and is the mesh used?"
         )
     return [name for name in mesh.mesh_dim_names or () if name not in used]
+
+
+def _said_of_one_batch(subject: "_Subject", found: Sequence[SideResults]) -> tuple[str, ...]:
+    """Return a line on dimensions of which all ranks have one batch, and reduce gradients."""
+    reduced = set().union(*(side.reduced_dims for side in found))
+    names = sorted(reduced - {*subject.models.data_dims, *subject.dims})
+    if not names:
+        return ()
+    along = " and ".join(map(repr, names))
+    return (
+        f"all ranks along {along} have one batch, as data_dims= says, so a gradient that nobody "
+        "reduces there would not show",
+    )
 
 
 def _unlike_rivals(found: Sequence[SideResults], expected: SideResults) -> Tensor:

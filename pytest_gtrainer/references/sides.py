@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.arithmetic import is_compiled
-from pytest_gtrainer._torch.fsdp2 import precisions
+from pytest_gtrainer._torch.fsdp2 import groups_of, parameter_groups, precisions
 from pytest_gtrainer._torch.random_states import random_states_kept, seed_torch, without_modes
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer._torch.wrapped_modules import name_without_wrappers
@@ -89,6 +90,7 @@ class SideResults:
         drawn: operators by which the step has drawn random numbers; of the reference alone.
         is_compiled: a module is compiled, and has run as it was before.
         has_communicated: of the reference: its step, or what builds it, came to a collective.
+        reduced_dims: those along which FSDP2 or DDP reduces gradients.
         buffers: by data coordinate, and FQN, those that the step has changed.
         held_buffers: the FQNs of all buffers of this side.
         late_buffers: of the reference: those that one backward changes for several coordinates.
@@ -122,6 +124,7 @@ class SideResults:
     is_compiled: bool = False
     has_communicated: bool = False
     parallel_dims: set[str] = field(default_factory=set)
+    reduced_dims: set[str] = field(default_factory=set)
     buffers: dict[int, dict[str, Changed]] = field(default_factory=dict)
     held_buffers: set[str] = field(default_factory=set)
     late_buffers: set[str] = field(default_factory=set)
@@ -320,6 +323,7 @@ class Models:
             side.is_scaled = isinstance(loss, Tensor) and loss.requires_grad
             if side.is_scaled:
                 backward(loss, elements)
+        side.reduced_dims = _reduced_dims(model, mesh)
         side.parallel_dims = self._parallel_dims(side, model, mesh, groups)
         if loss is not None and not isinstance(loss, Tensor):
             raise TypeError(
@@ -547,6 +551,21 @@ def _groups_used() -> Iterator[set[tuple[int, ...]]]:
 
     with facts.watching({"communicates": communicates}):
         yield found
+
+
+def _reduced_dims(model: nn.Module, mesh: DeviceMesh | None) -> set[str]:
+    """Return the dimensions of a mesh along which FSDP2 or DDP reduces gradients."""
+    if mesh is None:
+        return set()
+    groups = [each for group in parameter_groups(model) for each in groups_of(group)]
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            groups.append(module.process_group)
+    dims = set()
+    for group in groups:
+        if group is not None:
+            dims |= _dims_between(mesh, dist.get_process_group_ranks(group))
+    return dims
 
 
 def _dims_between(mesh: DeviceMesh, ranks: Sequence[int]) -> set[str]:

@@ -380,6 +380,16 @@ def test_a_difference_on_one_rank_fails_there_and_holds_nobody_up(training, gt_w
     torch.distributed.barrier()
 
 
+@FOUR
+def test_an_optimiser_that_holds_some_parameters(training, gt_world):
+    """Gradients of the others are those of one step, too, though it does not clear them."""
+
+    def some(parameters):
+        return torch.optim.SGD(parameters[:1], lr=0.1)
+
+    assert_parity(training(optimizer=some, steps=2), gt_world)
+
+
 @pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2)
 def test_runs_from_other_weights_are_told_before_their_first_bit(training, gt_world):

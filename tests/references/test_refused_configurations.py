@@ -202,6 +202,14 @@ def test_a_batch_whose_rows_would_be_the_inputs(config_with, side):
         side(config)._compute_gradients(*config.inputs(0, 0))
 
 
+@pytest.mark.parametrize("batch", [None, {"x": torch.ones(3, 4)}, "x", 3], ids=str)
+def test_a_batch_that_is_no_tuple(config_with, batch):
+    with pytest.raises(
+        TypeError, match=r"what TrainConfig\.batch returns is .*: give a tuple of the"
+    ):
+        config_with(batch=lambda step, rank: batch).inputs(0, 0)
+
+
 MESHES = {
     "without this rank": (
         [0, 1],

@@ -479,6 +479,26 @@ def test_a_dimension_along_which_nothing_is_parallel(gt_mesh):
     assert proof.assumes == (says,)
 
 
+@pytest.mark.gt_world("simulated", size=2, mesh={"dp": 2})
+@pytest.mark.parametrize("dims", [(), ("dp",)], ids=["one batch", "a batch each"])
+def test_one_batch_for_ranks_that_reduce_gradients_is_named(dims, gt_mesh):
+    """A mean of equal gradients is what each rank has: a reduction left out would not show."""
+
+    def sharded(mesh):
+        return fully_shard(linear(), mesh=mesh["dp"])
+
+    def replicated(mesh):
+        return DistributedDataParallel(linear(), process_group=mesh["dp"].get_group())
+
+    for parallel in (sharded, replicated):
+        proof = assert_same_model(parallel, linear, squares, own, mesh=gt_mesh, data_dims=dims)
+        says = (
+            "all ranks along 'dp' have one batch, as data_dims= says, so a gradient that nobody "
+            "reduces there would not show"
+        )
+        assert proof.assumes == (() if dims else (says,))
+
+
 class OwnHeads(nn.Module):
     """Has some rows of a weight on each rank, and a loss of these; nobody communicates."""
 

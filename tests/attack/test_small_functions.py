@@ -548,7 +548,8 @@ def test_the_end_of_a_run_of_fuzz(
     asked = []
 
     def run(self, *how):
-        asked.append((self.name, self.at_least, self.ranks, self.folder, self.functional, *how))
+        own = (self.name, self.at_least, self.ranks, self.folder, self.functional, self.claims)
+        asked.append((*own, *how))
         self.tried, self.changed = tried, changed
         self.refused, self.unknown = Counter(refused), Counter(unknown)
         self.found = dict.fromkeys(found)
@@ -560,10 +561,11 @@ def test_the_end_of_a_run_of_fuzz(
     given = numbers(
         **{"command": "fuzz", "gt_pass": f"{module}:a_pass", "gt_model": None, "seed": 4},
         **{"minutes": 0.5, "failures": 2, "at_least": "identical", "folder": folder},
-        functional=True,
+        **{"functional": True, "claims": "memory, cost"},
     )
     assert command.run(given) == status
-    assert asked == [("a_pass", "identical", 0, folder, True, 4, 30.0, 60, 2)]
+    claims = ("memory", "cost")
+    assert asked == [("a_pass", "identical", 0, folder, True, claims, 4, 30.0, 60, 2)]
     assert folder.is_dir()
     said = [line.removeprefix("fuzz: ") for line in capsys.readouterr().err.splitlines()]
     state = [line for line in said if line.startswith(f"{tried} graphs in ")]
@@ -576,7 +578,8 @@ def test_the_end_of_a_run_of_fuzz(
 
 def reduce_arguments(file, **changed):
     given = {"command": "reduce", "file": file, "proof": None, "test": "true", "timeout": 9.0}
-    return argparse.Namespace(**{**given, "output": None, "at_least": "reordered", **changed})
+    given |= {"output": None, "at_least": "reordered", "claims": ""}
+    return argparse.Namespace(**given | changed)
 
 
 def test_what_is_reduced_is_known_by_file_and_question(tmp_path):
@@ -589,12 +592,13 @@ def test_what_is_reduced_is_known_by_file_and_question(tmp_path):
         (GRAPH, {"proof": "a:b", "test": None}),
         (GRAPH, {"proof": "a:c", "test": None}),
         (GRAPH, {"proof": "a:b", "test": None, "at_least": "identical"}),
+        (GRAPH, {"proof": "a:b", "test": None, "claims": "memory"}),
     ):
         file.write_text(HEAD + text)
         made = command._Reduce(reduce_arguments(file, **changed))
         digests.add(made._digest)
         assert made._output == tmp_path / "g.reduced.fxgraph"
-    assert len(digests) == 6
+    assert len(digests) == 7
 
 
 def test_a_reduction_says_how_many_nodes_are_left_and_where(tmp_path, capsys):

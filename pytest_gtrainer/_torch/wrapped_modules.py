@@ -1,17 +1,18 @@
 """Modules that torch has wrapped or changed, each by the class or attribute that shows it."""
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 ATTRIBUTES = {
     "torch.distributed._composable.replicate": ("DDP",),
     "torch.distributed._composable.replicate_with_fsdp": ("ReplicateModule",),
     "torch._dynamo.eval_frame": ("OptimizedModule",),
-    "torch.nn:Module": ("_compiled_call_impl",),
+    "torch.nn:Module": ("_compiled_call_impl", "_non_persistent_buffers_set"),
 }
 
 COMPILED = "torch.compile"
@@ -89,6 +90,21 @@ def name_without_wrappers(model: nn.Module, name: str) -> str:
             kept.append(part)
         at = getattr(at, part, None)
     return ".".join(kept)
+
+
+def kept_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and persistent buffers, with names that have no wrappers in them.
+
+    These are not the entries of a state dict: its hooks may rename a parameter, split it, copy it
+    or leave it out.
+    """
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        yield name_without_wrappers(model, fqn), parameter
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in module._non_persistent_buffers_set:
+                fqn = f"{prefix}.{name}" if prefix else name
+                yield name_without_wrappers(model, fqn), buffer
 
 
 def is_about_compiled_code(error: RuntimeError) -> bool:

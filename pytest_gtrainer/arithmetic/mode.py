@@ -219,6 +219,8 @@ class ArithmeticMode(TorchDispatchMode):
         is_single = isinstance(result, Tensor) and result.dtype == torch.float32
         if not is_single or not 0 < result.numel() <= FEW_NUMBERS or not is_pointwise(func):
             return
+        if result.is_meta:
+            return  # a shape without numbers
         if torch.Tag.nondeterministic_seeded in func.tags:
             return  # it would draw twice
         with without_modes():
@@ -239,7 +241,7 @@ class ArithmeticMode(TorchDispatchMode):
     def _mark_uninitialised(self, tensor: Tensor) -> None:
         """Make uninitialised memory equal to nothing; integers may be sizes, and stay."""
         # DTensor makes fake tensors for the shapes of each operator.
-        if isinstance(tensor, FakeTensor):
+        if isinstance(tensor, FakeTensor) or tensor.is_meta:
             return
         if tensor.is_floating_point() and tensor.layout is torch.strided and tensor.numel():
             elements = self.arithmetic.uninitialised(tensor.numel(), self._owner)

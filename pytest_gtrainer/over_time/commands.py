@@ -65,7 +65,7 @@ def record(options: argparse.Namespace) -> int:
     if not recorder.recorded:
         return _complain(
             f"nothing of {options.script} was recorded: in this process no optimiser of torch has "
-            "stepped after a backward"
+            "stepped after a backward, or with new gradients that are not 0"
         )
     return 0
 

@@ -21,6 +21,8 @@ No hook says that a step is over: an optimiser that has stepped may be one of se
 - a backward begins, after all optimisers have stepped: compiled code shows no forward;
 - an optimiser begins to step that has stepped before in this step.
 
+A step counts if a backward precedes it, or gradients that are new and not 0.
+
 The first step, and with it the recording, begins where the model is called, or else (the model is
 compiled, or an optimiser was made too late for that) behind the first backward that reaches it, or
 else where an optimiser steps.
@@ -34,7 +36,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from os import PathLike
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -49,7 +51,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pytest_gtrainer._torch.autograd import watching_roots
 from pytest_gtrainer._torch.random_states import random_state, without_modes
-from pytest_gtrainer._torch.values import pytree
+from pytest_gtrainer._torch.values import pytree, writes_to
 from pytest_gtrainer._torch.wrapped_modules import COMPILED, wrapped_by
 from pytest_gtrainer.facts import check_switches, check_type
 from pytest_gtrainer.numerics import knobs
@@ -146,6 +148,8 @@ class Recorder:
         # Ids of optimisers.
         self.stepped_in_step: set[int] = set()
         self.stepped_since_backward: set[int] = set()
+        # By the id of an optimiser, the first gradient of its last step, and its version.
+        self.last_gradients: dict[int, tuple[ref[Tensor], int]] = {}
         self.looked_at: WeakSet[nn.Module] = WeakSet()
         self.looks = 0
         self.phases: dict[str, dict[str, Any]] = {}
@@ -407,6 +411,9 @@ class Recorder:
             self._begin_step_of(optimizer)
             self._add_gradients(optimizer)
         self.stepped_since_backward.add(id(optimizer))
+        for gradient in _gradients(optimizer):
+            self.last_gradients[id(optimizer)] = ref(gradient), writes_to(gradient)
+            break
         self.stepped_in_step.add(id(optimizer))
         if not self.is_recorded:
             return
@@ -419,9 +426,17 @@ class Recorder:
         self.phases = {}
 
     def _is_trained_by(self, optimizer: Optimizer) -> bool:
-        # Checkpoints of torch step an optimiser to make its state, of which plain SGD has none: so
-        # they do it each time. No backward precedes that.
-        return self.had_backward and id(optimizer) not in self.stepped_since_backward
+        if self.had_backward and id(optimizer) not in self.stepped_since_backward:
+            return True
+        # A graph that has the backward in it gives gradients without one. Checkpoints of torch step
+        # an optimiser, too, to make its state, of which plain SGD has none: so they do it each
+        # time. Their gradients are 0.
+        gradients = list(_gradients(optimizer))
+        last, version = self.last_gradients.get(id(optimizer), (None, 0))
+        first = gradients[0] if gradients else None
+        if first is not None and last is not None and last() is first:
+            return writes_to(first) != version and any(map(_is_not_zero, gradients))
+        return any(map(_is_not_zero, gradients))
 
     def _begin_step_of(self, optimizer: Optimizer) -> None:
         """Begin a step if nothing has before ``optimizer`` steps; find the model by it."""
@@ -501,6 +516,23 @@ class Recorder:
                         yield name, part
                     elif isinstance(part, str):
                         yield f"{name}={part!r}", 1
+
+
+def _gradients(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield parameter.grad
+
+
+def _is_not_zero(gradient: Tensor) -> bool:
+    """Return whether an element is not 0; of a DTensor, one of this rank's."""
+    own: Any = gradient
+    if is_dtensor(gradient):
+        own = own.to_local()
+    if own.is_sparse:
+        own = own.coalesce().values()
+    return bool(own.any())
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:

@@ -17,7 +17,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -27,7 +26,7 @@ from pytest_gtrainer._torch.arithmetic import is_compiled
 from pytest_gtrainer._torch.fsdp2 import groups_of, parameter_groups, precisions
 from pytest_gtrainer._torch.random_states import random_states_kept, seed_torch, without_modes
 from pytest_gtrainer._torch.values import pytree
-from pytest_gtrainer._torch.wrapped_modules import name_without_wrappers
+from pytest_gtrainer._torch.wrapped_modules import kept_tensors, name_without_wrappers
 from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode, CountReads
 from pytest_gtrainer.facts import check_type
@@ -307,7 +306,7 @@ class Models:
         """Run this rank's model on this rank's batch, inside of the mode."""
         side, elements = SideResults(), Elements(mode)
         model, step = self._build_parallel(mesh)
-        self._load(side, model, self.new_reference(elements).state_dict(), mesh)
+        self._load(side, model, dict(kept_tensors(self.new_reference(elements))), mesh)
         side.precisions = precisions(model)
         side.is_compiled = any(map(is_compiled, model.modules()))
         buffers, parameters = BuffersBefore(mode, model), ParametersBefore(model)
@@ -358,18 +357,20 @@ class Models:
         return model, step
 
     def _load(
-        self, side: SideResults, model: nn.Module, whole: Mapping[str, Any], mesh: DeviceMesh | None
+        self,
+        side: SideResults,
+        model: nn.Module,
+        whole: Mapping[str, Tensor],
+        mesh: DeviceMesh | None,
     ) -> None:
         """Load the unsharded state into this rank's model, by FQN and placement."""
-        for name, own in get_model_state_dict(model).items():
+        for name, own in kept_tensors(model):
             if name not in whole:
                 raise ValueError(
                     f"the parallel model has {name}, and the reference has not: build both with "
                     "the same FQNs"
                 )
             value = whole[name]
-            if not isinstance(own, Tensor):
-                continue
             if own.shape != value.shape:
                 side.parts[name] = self._part_of(side, name, own, value, mesh)
                 value = side.parts[name].of(value)

@@ -266,3 +266,32 @@ def test_patterns_of_modules_that_match_none_are_said_in_order(tmp_path, capsys)
     assert {name: len(entry[0]) for name, entry in forward.items()} == dict.fromkeys(
         ("0", "1.0", "1.1", "the whole model"), 1
     )
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("traces", [False, True])
+def test_gradients_that_no_backward_has_made(tmp_path, in_place, traces):
+    """A graph with the backward in it returns them; a trace of it may call backward once."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameters = list(model.parameters())
+    with record_training(model, optimizer, tmp_path / "a") as recorder:
+        if traces:
+            model(torch.ones(3, 2)).sum().backward()
+            optimizer.zero_grad()
+        for step in range(3):
+            for parameter in parameters:
+                if in_place and parameter.grad is not None:
+                    parameter.grad.fill_(step + 1)
+                else:
+                    parameter.grad = torch.full_like(parameter, step + 1)
+            optimizer.step()
+            optimizer.step()  # the same gradients again are no step of a trainer
+            if not in_place:
+                optimizer.zero_grad()
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()  # as a checkpoint does, to make a state
+    assert recorder.recorded == 3
+    run = read_run(tmp_path / "a")
+    assert [sorted(run.steps[step]) for step in (1, 2)] == [["clip", "optimiser"]] * 2

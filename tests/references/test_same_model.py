@@ -550,6 +550,73 @@ def test_the_last_rank_may_have_no_part_of_a_parameter(rows, gt_mesh):
     )
 
 
+def rename(model, state, prefix, metadata):
+    for name in ("gate", "value"):
+        state[f"{prefix}{name}.weight"] = state[f"{prefix}both.weight"].chunk(2)[name == "value"]
+    del state[f"{prefix}both.weight"]
+
+
+def copy(model, state, prefix, metadata):
+    state[f"{prefix}both.weight"] = state[f"{prefix}both.weight"].clone()
+
+
+def leave_out(model, state, prefix, metadata):
+    del state[f"{prefix}both.weight"]
+
+
+class Checkpointed(nn.Module):
+    """A hook of its state dict writes checkpoints in another layout."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self.both = nn.Linear(DIM, 2 * DIM, bias=False)
+        self.register_buffer("scale", torch.ones(DIM))
+        self.register_state_dict_post_hook(hook)
+
+    def forward(self, x):
+        gate, value = self.both(x).chunk(2, -1)
+        return self.scale * gate.tanh() * value
+
+
+@pytest.mark.gt_world("simulated", size=2, mesh={"dp": 2})
+@pytest.mark.parametrize("hook", [rename, copy, leave_out], ids=lambda each: each.__name__)
+def test_a_state_dict_that_is_no_list_of_parameters(hook, gt_mesh):
+    """Parameters and buffers are loaded by their own names, whatever a checkpoint calls them."""
+
+    def parallel(mesh):
+        model = Checkpointed(hook)
+        model.scale.fill_(2)  # that of the reference is loaded
+        return fully_shard(model, mesh=mesh["dp"])
+
+    assert_same_model(parallel, lambda: Checkpointed(hook), squares, own, mesh=gt_mesh)
+
+
+class Rotated(nn.Module):
+    """Computes a table when it is built."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM, bias=False)
+        self.register_buffer("table", 1 / 10000.0 ** (torch.arange(DIM) / DIM), persistent=False)
+
+    def forward(self, x):
+        return self.linear(x) * self.table
+
+
+def test_models_that_are_built_on_the_meta_device():
+    """Tensors there have shapes, and no numbers of which digits could be lost."""
+
+    def materialised():
+        with torch.device("meta"):
+            model = Rotated()
+        model.to_empty(device="cpu")
+        model.linear.reset_parameters()
+        model.table.copy_(Rotated().table)
+        return model
+
+    assert_same_model(materialised, Rotated, squares, own)
+
+
 class Named(nn.Module):
     """Has parameters whose names differ in the name that DDP gives to what it wraps."""
 

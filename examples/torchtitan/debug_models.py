@@ -1,6 +1,7 @@
 """torchtitan's debug models on CPU ranks: its own parallelize, its own trainers, a few steps."""
 
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from unittest import mock
 
 import torch
@@ -11,13 +12,24 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.experiments.graph_trainer import memory_policy
 from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig
-from torchtitan.experiments.graph_trainer.llama3 import model_registry
+from torchtitan.experiments.graph_trainer.deepseek_v3 import model_registry as deepseek_v3
+from torchtitan.experiments.graph_trainer.llama3 import model_registry as llama3
+from torchtitan.experiments.graph_trainer.qwen3 import model_registry as qwen3
 from torchtitan.experiments.graph_trainer.tests._trainer_test_utils import build_minimal_trainer
 from torchtitan.experiments.graph_trainer.trainer import GraphTrainer
+from torchtitan.models.deepseek_v3.parallelize import parallelize_deepseekv3
 from torchtitan.models.llama3.parallelize import parallelize_llama
+from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 from torchtitan.trainer import Trainer
 
 BATCH, LENGTH, LAYERS = 2, 16, 2
+# By name: graph_trainer's registry of models, the flavour in it, and parallelize of eager torchtitan.
+MODELS = {
+    "llama3": (llama3, "debugmodel", parallelize_llama),
+    "deepseek_v3": (deepseek_v3, "debugmodel", parallelize_deepseekv3),
+    "qwen3": (qwen3, "debugmodel", parallelize_qwen3),
+    "qwen3_moe": (qwen3, "debugmodel_moe", parallelize_qwen3),
+}
 # What an estimate of run times divides by; any device would do.
 _SPEEDS = ("get_gpu_dram_gbps", "get_device_tflops")
 
@@ -67,11 +79,12 @@ def names_of_inputs(traced):
     return names
 
 
-class Llama3:
-    """The debug model of Llama 3 with two layers, under one parallelism."""
+class DebugModel:
+    """A debug model of torchtitan with two layers, under one parallelism."""
 
-    def __init__(self, **parallelism):
-        self.spec = model_registry("debugmodel", attn_backend="sdpa")
+    def __init__(self, name, **parallelism):
+        registry, flavour, self.eager_parallelize = MODELS[name]
+        self.spec = registry(flavour, attn_backend="sdpa")
         self.spec.model.layers = self.spec.model.layers[:LAYERS]
         self.parallelism = ParallelismConfig(spmd_backend="partial_dtensor", **parallelism)
         self.training = TrainingConfig(
@@ -82,7 +95,6 @@ class Llama3:
             mixed_precision_param="float32",
             mixed_precision_reduce="float32",
         )
-        self.dims = ParallelDims.from_config(self.parallelism, dist.get_world_size())
         dist_utils.set_spmd_backend("partial_dtensor")
         self.spec.model.update_from_config(
             config=Trainer.Config(
@@ -93,6 +105,10 @@ class Llama3:
                 debug=DebugConfig(seed=42, deterministic=True),
             )
         )
+
+    @cached_property
+    def dims(self):
+        return ParallelDims.from_config(self.parallelism, dist.get_world_size())
 
     def unsharded(self):
         """The model before anything is parallel, the same on all ranks."""
@@ -107,7 +123,7 @@ class Llama3:
     def parallel(self, compile_config=None):
         """The model by torchtitan's parallelize: FSDP2's, or with ``compile_config`` graph_trainer's."""
         is_graph = compile_config is not None
-        parallelize = self.spec.parallelize_fn if is_graph else parallelize_llama
+        parallelize = self.spec.parallelize_fn if is_graph else self.eager_parallelize
         model = parallelize(
             self.unsharded(),
             parallel_dims=self.dims,

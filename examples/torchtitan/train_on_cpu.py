@@ -24,7 +24,8 @@ def set_divisor_for_gloo(module, factor):
 FSDPModule.set_gradient_divide_factor = set_divisor_for_gloo
 
 if __name__ == "__main__":
+    from debug_models import on_cpu
     from torchtitan.train import main
 
-    with dense_flex_attention():
+    with dense_flex_attention(), on_cpu():
         main()

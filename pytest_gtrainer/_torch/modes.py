@@ -92,7 +92,7 @@ def _function_modes() -> tuple[Any, ...]:
     )
 
 
-def _dispatch_modes() -> tuple[Any, ...]:
+def dispatch_modes() -> tuple[Any, ...]:
     """Return the dispatch modes that are entered, the outermost first."""
     return tuple(_get_current_dispatch_mode_stack())
 
@@ -142,7 +142,7 @@ def _set_global_hooks(wanted: list[dict[int, Any]]) -> None:
 # see how the others are put back.
 MODES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch function modes": (_function_modes, lambda wanted: _set_modes(_function_modes, wanted)),
-    "dispatch modes": (_dispatch_modes, lambda wanted: _set_modes(_dispatch_modes, wanted)),
+    "dispatch modes": (dispatch_modes, lambda wanted: _set_modes(dispatch_modes, wanted)),
     "autocast": (_autocast, _set_autocast),
     "saved-tensor hooks": (_saved_tensor_hooks, _set_saved_tensor_hooks),
     "global module hooks": (_global_hooks, _set_global_hooks),

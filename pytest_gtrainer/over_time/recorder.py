@@ -50,8 +50,9 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from pytest_gtrainer._torch.autograd import watching_roots
+from pytest_gtrainer._torch.modes import dispatch_modes
 from pytest_gtrainer._torch.random_states import random_state, without_modes
-from pytest_gtrainer._torch.values import pytree, writes_to
+from pytest_gtrainer._torch.values import FakeTensorMode, pytree, writes_to
 from pytest_gtrainer._torch.wrapped_modules import COMPILED, wrapped_by
 from pytest_gtrainer.facts import check_switches, check_type
 from pytest_gtrainer.numerics import knobs
@@ -79,6 +80,9 @@ def _hook(*, always: bool) -> Callable[[Hook], Hook]:
             if torch.compiler.is_compiling() or self.is_over:
                 return
             if not (always or self.is_recorded):
+                return
+            # A trace of a step calls the model, and backward, with tensors that hold nothing.
+            if any(isinstance(mode, FakeTensorMode) for mode in dispatch_modes()):
                 return
             # A copy to the host would break the capture of a CUDA graph, and so the training.
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():

@@ -7,6 +7,7 @@ from contextlib import suppress
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from pytest_gtrainer import record_training
 from pytest_gtrainer.numerics import knobs
@@ -295,3 +296,36 @@ def test_gradients_that_no_backward_has_made(tmp_path, in_place, traces):
     assert recorder.recorded == 3
     run = read_run(tmp_path / "a")
     assert [sorted(run.steps[step]) for step in (1, 2)] == [["clip", "optimiser"]] * 2
+
+
+def test_a_step_that_is_one_graph(tmp_path):
+    """The trace calls the model and differentiates with fake tensors; nothing of that is the step."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights = dict(model.named_parameters())
+    x = torch.ones(3, 2)
+
+    def step_of(weights, x):
+        loss = torch.func.functional_call(model, weights, x).square().mean()
+        return torch.autograd.grad(loss, list(weights.values()))
+
+    def by_graph():
+        graph = make_fx(step_of, tracing_mode="fake")(weights, x)
+        for _ in range(2):
+            gradients = graph(weights, x)
+            for parameter, gradient in zip(weights.values(), gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with record_training(model, optimizer, tmp_path / "graph"):
+        by_graph()
+    model.load_state_dict(model_of().state_dict())
+    with record_training(model, optimizer, tmp_path / "eager"):
+        run_steps(model, [optimizer], 2)
+    graph, eager = (read_run(tmp_path / side).steps for side in ("graph", "eager"))
+    assert sorted(graph) == sorted(eager) == [0, 1]
+    assert sorted(graph[0]) == ["clip", "load", "optimiser"]
+    for step in graph:
+        for phase, entries in graph[step].items():
+            assert entries == eager[step][phase], (step, phase)

@@ -4,18 +4,17 @@ import pytest
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test-torchtitan")
 
-from debug_models import Llama3, names_of_inputs, on_cpu
+from debug_models import DebugModel, names_of_inputs, on_cpu
 
 from pytest_gtrainer import assert_runs_equal
 
 FSDP = {"data_parallel_shard_degree": 2}
-FSDP_TP = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}
 
 
 @pytest.mark.gt_world("ranks", size=2, mesh={"fsdp": 2})
 def test_the_graph_trains_as_eager_fsdp2_does(gt_world, gt_deterministic):
     """Losses, gradients and weights of two steps, in bits."""
-    lab = Llama3(**FSDP)
+    lab = DebugModel("llama3", **FSDP)
     assert_runs_equal(
         lambda: lab.train(is_graph=True)[0],
         lambda: lab.train(is_graph=False)[0],
@@ -27,7 +26,7 @@ def test_the_graph_trains_as_eager_fsdp2_does(gt_world, gt_deterministic):
 @pytest.mark.gt_world("fake", size=2)
 def test_the_graph_of_the_flavour(gt_world, gt_golden):
     """The graph that graph_trainer runs, after its own passes."""
-    lab = Llama3(**FSDP)
+    lab = DebugModel("llama3", **FSDP)
     with on_cpu():
         trainer = lab.trainer(is_graph=True)
         lab.step(trainer, 0)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,18 +15,21 @@ if importlib.util.find_spec("torchtitan") is None:
     pytest.skip("torchtitan is not installed: make test-torchtitan", allow_module_level=True)
 
 HERE = Path(__file__).parents[1]
-OPTIONS = (
-    *("--module=llama3", "--config=llama3_debugmodel", "--training.steps=2"),
-    *("--training.local_batch_size=2", "--training.seq_len=64"),
+SIZES = ("--training.local_batch_size=2", "--training.seq_len=64")
+EAGER = ("--module=llama3", "--config=llama3_debugmodel")
+GRAPH = (
+    *("--module=graph_trainer.llama3", "--config=graph_trainer_llama3_debugmodel"),
+    *("--compile.mode=aot_fx_trace", "--compile.disable_passes", "cudagraph_pass"),
+    "--training.disable_cuda_graphs",
 )
 
 
 def record(folder, to, *options):
-    """Record two steps of Llama 3 on two ranks."""
+    """Record steps of Llama 3 on two ranks."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command = [*launcher, "-m", "pytest_gtrainer", "record", f"--to={to}"]
+    command = [*launcher, "-m", "pytest_gtrainer", "record", f"--to={to}", "--values"]
     run = subprocess.run(
-        [*command, HERE / "train_on_cpu.py", *OPTIONS, *options],
+        [*command, HERE / "train_on_cpu.py", *options, *SIZES],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -45,20 +49,42 @@ def compare(folder, a, b):
     return run.returncode, run.stdout + run.stderr
 
 
-def test_two_ranks_of_its_own_loop(tmp_path):
-    """Twice the same is equal; another seed is named."""
-    shutil.copytree(HERE / "tests" / "assets", tmp_path / "tests" / "assets")
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a text and a tokenizer, where ``train`` looks for them."""
+    shutil.copytree(HERE / "tests" / "assets", tmp_path / "tests" / "assets", dirs_exist_ok=True)
     texts = tmp_path / "tests" / "assets" / "c4_test"
-    texts.mkdir()
+    texts.mkdir(exist_ok=True)
     lines = [json.dumps({"text": "hello world " * (20 + number % 9)}) for number in range(200)]
     (texts / "data.json").write_text("\n".join(lines))
+    return tmp_path
 
-    record(tmp_path, "a", "--debug.seed=0")
-    record(tmp_path, "b", "--debug.seed=0")
-    record(tmp_path, "c", "--debug.seed=1")
-    status, printed = compare(tmp_path, "a", "b")
+
+def test_two_ranks_of_its_own_loop(folder):
+    """Twice the same is equal; another seed is named."""
+    steps = "--training.steps=2"
+    record(folder, "a", *EAGER, steps, "--debug.seed=0")
+    record(folder, "b", *EAGER, steps, "--debug.seed=0")
+    record(folder, "c", *EAGER, steps, "--debug.seed=1")
+    status, printed = compare(folder, "a", "b")
     assert status == 0, printed
     assert "2 ranks, steps 0 to 1" in printed
-    status, printed = compare(tmp_path, "a", "c")
+    status, printed = compare(folder, "a", "c")
     assert status == 1
     assert "first difference: step 0, load: tok_embeddings.weight, ranks 0, 1\n" in printed
+
+
+def test_the_eager_trainer_and_the_graph_part_at_the_gradient_of_the_head(folder):
+    """In five steps of float32, by rounding: the graph reduces that gradient chunk by chunk."""
+    options = ("--training.steps=5", "--debug.seed=0", "--training.mixed_precision_param=float32")
+    record(folder, "eager", *EAGER, *options)
+    record(folder, "graph", *GRAPH, *options)
+    status, printed = compare(folder, "eager", "graph")
+    assert status == 1
+    assert printed.count("2 ranks, steps 0 to 4") == 2
+    assert "first difference: step 0, clip: lm_head.weight, ranks 0, 1\n" in printed
+    assert re.search(r"in norms of A, the largest: lm_head.weight \d\.\de-08\n", printed), printed
+    assert "entries that differ: load 0 of 51, clip 1 of 45," in printed
+    # The step of a graph calls neither the model nor backward.
+    for phase in ("data", "loss", "gradient"):
+        assert f"not compared: {phase}, which only A has\n" in printed

@@ -48,8 +48,8 @@ def _add_reduce_arguments(parser: argparse.ArgumentParser) -> None:
         "--claims",
         metavar="WORDS",
         default="",
-        help="with --proof, what the pass keeps besides values, split by commas: memory, cost, order, "
-        "idempotence (default: none)",
+        help="with --proof, what the pass keeps besides values, split by commas: memory, cost, "
+        "order, idempotence (default: none)",
     )
     parser.add_argument(
         "--timeout",

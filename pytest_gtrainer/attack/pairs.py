@@ -212,7 +212,7 @@ class _Version:
             are: a draw by its place, the others by their name.
         created: nodes that make memory which others write to. Equal ones are not one.
         shows: nodes whose value is such memory, or a view of it.
-        histories: by reader and operand, the nodes that have written to the operand's memory before.
+        histories: by reader and operand, the nodes that wrote to the operand's memory before.
     """
 
     def __init__(self, gm: fx.GraphModule, inputs_of: fx.GraphModule) -> None:

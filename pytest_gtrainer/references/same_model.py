@@ -130,8 +130,8 @@ def assert_same_model(
             parameter. Dimensions along which that is so are named under ``assumes`` of the proof.
         ValueError: a mesh without names, or without one of ``data_dims``; a dimension in both of
             ``data_dims`` and ``loss_dims``; equal batches; a reference without gradients, or one
-            that ``parallel`` has changed; other FQNs or shapes; a pattern that matches nothing, or by
-            which no rank has a part; a loss of several numbers; an empty batch.
+            that ``parallel`` has changed; other FQNs or shapes; a pattern that matches nothing, or
+            by which no rank has a part; a loss of several numbers; an empty batch.
     """
     __tracebackhide__ = True
     refuse_no_numbers()

@@ -596,7 +596,7 @@ def exchange_rows(sent, received, columns=3):
 
 
 def exchange_in_place(sent, received):
-    """An exchange as ``dist.all_to_all`` traces it: lists of tensors to send and to receive into."""
+    """An exchange as ``dist.all_to_all`` traces it: lists of tensors to send and to fill."""
 
     def add(graph, x):
         lists = []

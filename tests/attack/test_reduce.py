@@ -1,4 +1,4 @@
-"""``python -m pytest_gtrainer reduce``: mistakes of passes end at a few nodes; bad input is named."""
+"""``python -m pytest_gtrainer reduce``: mistakes end at a few nodes; bad input is named."""
 
 import itertools
 import subprocess

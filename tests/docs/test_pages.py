@@ -153,7 +153,7 @@ def test_every_page_has_its_place_in_the_site_and_links_lead_somewhere():
 
 
 def test_pages_are_few_and_a_long_one_begins_with_its_contents():
-    """A page is long from 400 lines on, code counted; a contents list links three sections or more."""
+    """A page is long from 400 lines on, code counted; a contents list links three or more."""
     pages = {page.name: page.read_text() for page in PAGES.rglob("*.md")}
     assert len(pages) <= 24
     long = {name: text for name, text in pages.items() if len(text.splitlines()) > 400}

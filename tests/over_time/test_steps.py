@@ -299,7 +299,7 @@ def test_gradients_that_no_backward_has_made(tmp_path, in_place, traces):
 
 
 def test_a_step_that_is_one_graph(tmp_path):
-    """The trace calls the model and differentiates with fake tensors; nothing of that is the step."""
+    """The trace calls the model and differentiates with fake tensors: not the step."""
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     weights = dict(model.named_parameters())

@@ -1,4 +1,4 @@
-"""``gt_ranks.run`` raises one failure of several, and says the others beside: all in one process."""
+"""``gt_ranks.run`` raises one failure of several, and says the others: all in one process."""
 
 import pickle
 import re

@@ -429,7 +429,7 @@ def test_ranks_that_give_other_dtypes_are_an_error(gt_world, operator):
 
 @pytest.mark.parametrize("ranks", [(2, 3), (1, 5, 6), (7, 0)], ids=str)
 def test_ranks_of_any_group_that_disagree_are_named(ranks):
-    """Ranks are named by their numbers in the world, whichever group it is, and whoever is the odd one."""
+    """Ranks are named by their numbers in the world, whichever group it is, whoever is odd."""
 
     def calls(odd, even):
         return [{"input": odd if rank == ranks[-1] else even} for rank in ranks]

@@ -12,7 +12,7 @@ import pickle
 import re
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -234,13 +234,13 @@ def recorded_calls(since: int, *, lines: bool = True) -> dict[str, list[list[Any
         # The group was destroyed, and another one got its name: earlier entries are of the former.
         if latest_group.setdefault(name, entry["pg_id"]) != entry["pg_id"]:
             found[name], latest_group[name] = [], entry["pg_id"]
-        dtypes = set(map(_dtype_named, entry["input_dtypes"]))
+        dtypes = {str(getattr(torch, each.lower(), each)) for each in entry["input_dtypes"]}
         shapes = entry["input_sizes"]
         call = [
             entry["time_created_ns"],
             entry["collective_seq_id"],
             entry["profiling_name"].partition(":")[2],
-            "/".join(sorted(dtypes)),
+            "/".join(sorted(dtypes)).replace("torch.", ""),
             shapes[0] if len(shapes) == 1 else [len(shapes), "tensors"],
             sum(map(math.prod, shapes)),
             _line_of_user(entry.get("frames", ())),
@@ -250,27 +250,14 @@ def recorded_calls(since: int, *, lines: bool = True) -> dict[str, list[list[Any
     return found
 
 
-def recorded_dtype(tensor: torch.Tensor) -> str:
-    """Return the dtype of a tensor as ``recorded_calls`` has it."""
-    return _dtype_named(tensor.type().rpartition(".")[2].removesuffix("Tensor"))
-
-
-def _dtype_named(name: str) -> str:
-    """Return a dtype, of which the recorder has the name in C++; that name for a few of them."""
-    return str(getattr(torch, name.lower(), name)).removeprefix("torch.")
-
-
-# Files whose functions wrap those of torch: deprecated ones, and the methods that ranks count.
-_WRAPPERS = ("typing_extensions.py", "pytest_gtrainer/ranks/inside/messages.py")
-
-
 def _line_of_user(frames: Iterable[dict[str, Any]]) -> str:
-    """Return the innermost line of Python outside torch and what wraps it."""
+    """Return the innermost line of Python outside torch."""
     inside = os.path.dirname(torch.__file__) + os.sep
     for frame in frames:
         file = frame["filename"]
-        is_users = not file.startswith(inside) and not file.endswith(_WRAPPERS)
-        if file.endswith(".py") and is_users:
+        # Torch's deprecated functions are wrapped by the second.
+        is_torchs = file.startswith(inside) or file.endswith("typing_extensions.py")
+        if file.endswith(".py") and not is_torchs:
             return f"{os.path.basename(file)}:{frame['line']} in {frame['name']}"
     return "an unknown line"
 
@@ -284,14 +271,6 @@ def silence_collective_log() -> None:
     """Disable the logger that writes every failed collective with all its arguments."""
     # Without propagation it would still reach pytest's handler.
     c10d_logger._c10d_logger.disabled = True
-
-
-def skip_by_dynamo(function: Callable[..., Any]) -> None:
-    """Let Dynamo run a function as it is, but compile what it calls."""
-    # ``torch.compiler.disable`` would add a frame of its own to each call.
-    from torch._dynamo.decorators import skip
-
-    skip(function)
 
 
 def forget_groups(ended: Collection[dist.ProcessGroup]) -> None:

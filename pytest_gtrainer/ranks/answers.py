@@ -15,7 +15,6 @@ import re
 import signal
 import time
 import traceback
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -248,10 +247,6 @@ class Call(NamedTuple):
         if self.op in _OF_ONE_DTYPE:
             return (self.op, self.dtype)
         return (self.op,)
-
-    def checksum(self) -> int:
-        """Return a checksum of the kind."""
-        return zlib.crc32(repr(self.kind()).encode())
 
     def __str__(self) -> str:
         tensor = f" of {self.dtype}{list(self.shape)}" if self.dtype else ""

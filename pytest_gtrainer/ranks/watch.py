@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -213,14 +213,14 @@ class RanksOutcome:
 
         gloo may end such calls without a word, with numbers that mean nothing.
         """
-        kinds: dict[str, list[Sequence[int]]] = {}
+        kinds: dict[str, list[Mapping[int, int]]] = {}
         for answer in self.answers.values():
             for label, own in answer.state.kinds.items():
                 kinds.setdefault(label, []).append(own)
         for label, of_ranks in kinds.items():
-            # From the last one back: a rank may have no record of the first ones.
-            if any(len(set(same)) > 1 for same in zip(*of_ranks, strict=False)):
-                return label
+            for number in set.intersection(*(set(own) for own in of_ranks)):
+                if len({own[number] for own in of_ranks}) > 1:
+                    return label
         return None
 
     def has_failed(self) -> bool:

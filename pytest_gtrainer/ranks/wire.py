@@ -13,7 +13,7 @@ import os
 import select
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -138,8 +138,8 @@ class GroupState(NamedTuple):
     shared: bool = False
     broken: bool = False  # an error on the GPU, which lasts as long as the process
     messages: Mapping[str, int] = {}  # sends less receives on each group, with gloo
-    # A checksum of the kind of each of the last collectives, the last first: by group as above.
-    kinds: Mapping[str, Sequence[int]] = {}
+    # A checksum of the kind of each of the last collectives: by group as above, by number.
+    kinds: Mapping[str, Mapping[int, int]] = {}
 
 
 GroupCondition = Literal["fit", "with subgroups", "disagreeing", "left", "killed", "dead"]

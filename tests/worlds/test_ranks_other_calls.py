@@ -69,7 +69,7 @@ def test_agrees_after_many():
 def reduce_scatter(x): dist.reduce_scatter_tensor(x.new_empty(len(x) // 3), x)
 
 
-# C++ issues them, so that rank reads torch's recorder, and the others need not.
+# The same collectives, issued by C++.
 WAYS = {
     all_reduce: functional,
     all_gather: lambda x: funcol.all_gather_tensor(x, 0, dist.group.WORLD).sum(),
@@ -91,28 +91,6 @@ def test_differs_by_two_ways(call):
     dist.barrier()
     dtype = KINDS["integers"][dist.get_rank() == 2]
     (WAYS[call] if dist.get_rank() == 2 else call)(torch.ones(3, dtype=dtype))
-
-
-def test_dynamo_compiles_nothing_that_notes_calls():
-    from torch._dynamo.convert_frame import register_bytecode_hook
-
-    def breaks(x):
-        dist.barrier()
-        broadcast(x)
-        return x + 1
-
-    compiled = []
-    handle = register_bytecode_hook(lambda code, _: compiled.append(code.co_name))
-    torch.compile(breaks, backend="eager")(torch.ones(3))
-    handle.remove()
-    assert "breaks" in compiled
-    assert "noted" not in compiled
-
-
-def test_differs_before_many():
-    all_reduce(torch.ones(3, dtype=KINDS["integers"][dist.get_rank() == 2]))
-    for _ in range(300):
-        dist.all_reduce(torch.ones(1))
 """
 
 
@@ -122,7 +100,7 @@ def test_calls_that_differ_fail_a_test_that_would_pass(tmp_path):
     run = suite.run("--gt-gpus=3")
     texts = {name: run.text(name) for name in run.reports if run.outcome(name) == "failed"}
     differing = {name for name in run.reports if "differs" in name}
-    assert len(differing) == 11
+    assert len(differing) == 10
     assert set(texts) == differing
     for name, text in texts.items():
         if "integers" in name or "halves" in name:

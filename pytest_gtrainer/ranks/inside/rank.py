@@ -20,6 +20,7 @@ import time
 import traceback
 import warnings
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
@@ -53,12 +54,7 @@ from pytest_gtrainer.ranks.answers import (
     stacks_text,
 )
 from pytest_gtrainer.ranks.inside import debugger, session
-from pytest_gtrainer.ranks.inside.messages import (
-    Checksums,
-    Counts,
-    count_messages,
-    note_collectives,
-)
+from pytest_gtrainer.ranks.inside.messages import Counts, count_messages
 from pytest_gtrainer.ranks.inside.session import CollectedTests, CollectionDiffers, Recorder
 from pytest_gtrainer.report.repeats import IS_OBSERVED
 from pytest_gtrainer.swallowed import FailedChecks, chain_of, raised_at_the_end
@@ -67,9 +63,9 @@ from pytest_gtrainer.worlds import hygiene
 # The parent's limit for a test ends a blocked collective long before this does.
 COLLECTIVE_LIMIT = timedelta(hours=24)
 
-# How many of the last calls of a test are compared between ranks: of those that Python issues, and
-# if C++ issues some, of those in torch's recorder.
-_NOTED, _RECORDED = 2000, "256"
+# How many of the last calls of a test are compared between ranks. The recorder is read behind each
+# test that communicates, 5 microseconds a call that it holds.
+_RECORDED = "128"
 MEMORY_TOLERANCE = 2**20
 
 # How torch, and this package, name a process group that does not exist. "group 145" alone may be a
@@ -288,7 +284,6 @@ class RankGroup:
         self._points = Counts()  # sends and receives, by group
         self._messages = Counts()  # sends less receives of this test, by group
         self._known = Counts()  # collectives that were reported already, by group
-        self._called = Checksums()  # collectives of this test that Python issued, by group
         self._ended: set[str] = set()  # names of groups of earlier tests
         # The objects of these groups that somebody still holds, with what was issued on them before
         # the present test.
@@ -296,7 +291,6 @@ class RankGroup:
         process_groups.silence_collective_log()
         if backend == "gloo":
             count_messages(self._points, self._messages)
-            note_collectives(self._called)
 
     def join(self, place: str, size: int) -> None:
         """Make the default group anew, of ``size`` ranks that meet at ``place``.
@@ -319,7 +313,6 @@ class RankGroup:
             store = dist.PrefixStore(
                 place, dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
             )
-        # A test in which C++ issues collectives reads the recorder, 10 microseconds a call.
         size_kept = os.environ.get(process_groups.RECORDER_SIZE, _RECORDED)
         with variable(process_groups.RECORDER_SIZE, size_kept):
             dist.init_process_group(
@@ -404,7 +397,7 @@ class RankGroup:
         issued, messages = self._issued()
         made, kinds = process_groups.groups_made(), {}
         if any(issued.values()):
-            kinds = self._kinds(issued)
+            kinds = self._kinds()
         return wire.GroupState(
             True, made, subgroups, issued, shared, messages=messages, kinds=kinds
         )
@@ -436,25 +429,15 @@ class RankGroup:
                 self._known[group] = total
         return issued, messages
 
-    def _kinds(self, issued: Mapping[str, int]) -> dict[str, list[int]]:
-        """Return a checksum of each collective's kind, the last first, by label of its group.
-
-        ``issued`` has the number of collectives of this test by label.
-        """
-        kinds: dict[str, list[int]] = {}
-        for group, label in self._labelled():
-            kinds[label] = self._called.get(group, [])[: -_NOTED - 1 : -1]
-            if len(self._called.get(group, [])) != issued.get(label, 0):
-                return self._recorded_kinds()
-        return kinds
-
-    def _recorded_kinds(self) -> dict[str, list[int]]:
+    def _kinds(self) -> dict[str, dict[int, int]]:
+        """Return a checksum of each collective's kind, by label of its group and its number."""
         recorded = process_groups.recorded_calls(max(self._joined, self._began), lines=False)
         names = process_groups.names_of_live_groups()
-        kinds: dict[str, list[int]] = {}
+        kinds: dict[str, dict[int, int]] = {}
         for group, label in self._labelled():
-            own = [Call(*call).checksum() for _, _, *call in recorded.get(names[group], [])]
-            kinds[label] = own[::-1]
+            own = kinds[label] = {}
+            for _, number, *call in recorded.get(names[group], []):
+                own[number] = zlib.crc32(repr(Call(*call).kind()).encode())
         return kinds
 
     def _labelled(self) -> Iterator[tuple[dist.ProcessGroup, str]]:
@@ -476,7 +459,6 @@ class RankGroup:
     def begin(self) -> None:
         """Begin a command: what is issued from now on is of its test."""
         self._began = time.time_ns()
-        self._called.clear()
         for reference in list(self._issued_on_ended):
             group = reference()
             if group is None:

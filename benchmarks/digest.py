@@ -3,7 +3,8 @@
     python -m benchmarks.digest [--gib 1] [--rounds 5]
 
 CPU seconds on one thread. The yardsticks: an int64 sum over the same memory, and
-``sha256(tensor.numpy().tobytes())`` over as many bytes in fp16.
+``sha256(tensor.numpy().tobytes())`` over as many bytes in fp16. A comparison reads both sides, and
+one of them again if they are equal: numbers that are not finite prove nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from benchmarks.paired import Goal, measure, report
 from pytest_gtrainer import compare, digest
 
-GOALS = [Goal("digest", "read", 1.5), Goal("compare equal", "read both", 2)]
+GOALS = [Goal("digest", "read", 1.5), Goal("compare equal", "read three times", 2)]
 
 
 def model_of(gib: float, dtype: torch.dtype) -> nn.Module:
@@ -61,15 +62,13 @@ def main() -> int:
     contestants = {
         "read": lambda: read(model),
         "digest": lambda: digest(model),
-        "read both": lambda: read(model, twin),
+        "read three times": lambda: read(model, twin, twin),
         "compare equal": lambda: compare(model, twin),
     }
     half = model_of(options.gib, torch.float16)
     contestants["sha256 of tobytes"] = lambda: sha256(half)
-    sizes = {
-        name: options.gib * (2 if name in ("read both", "compare equal") else 1)
-        for name in contestants
-    }
+    times_read = {"read three times": 3, "compare equal": 3}
+    sizes = {name: options.gib * times_read.get(name, 1) for name in contestants}
     torch.set_num_threads(1)
     return 0 if report(measure(contestants, options.rounds, time.process_time), sizes, GOALS) else 1
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from pytest_gtrainer._pytest_private import active_xfail
+from pytest_gtrainer.worlds import ranks_text
 
 # The plugins that compare what the ranks have sent with their reports, and the attribute it is in.
 JUDGES = {"gtrainer-goldens": "gt_goldens", "gtrainer-inline": "gt_inline"}
@@ -138,8 +139,9 @@ def controls_that_never_differ(
             continue
         where = "on all ranks"
         if len(equal_on) < len(facts):
-            only = ", ".join(map(str, equal_on))
-            where = f"on rank {only}, and no other rank made a control of this name (`what`)"
+            where = (
+                f"on {ranks_text(equal_on)}, and no other rank made a control of this name (`what`)"
+            )
         name = f"{what}: " if what else ""
         wrong = f"the control run is equal {where}: this check cannot fail"
         yield f"{name}{wrong}; the mistake changes no bit here"

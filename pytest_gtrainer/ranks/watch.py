@@ -160,12 +160,13 @@ class RanksOutcome:
 
     @property
     def done(self) -> dict[int, wire.ItemDone]:
-        """The answers of ranks that are through with a test."""
-        return {n: each for n, each in self.answers.items() if isinstance(each, wire.ItemDone)}
+        """The answers of ranks that have run a test, in the order of ranks."""
+        ordered = sorted(self.answers.items())
+        return {rank: each for rank, each in ordered if isinstance(each, wire.ItemDone)}
 
     @property
     def called(self) -> dict[int, wire.CallDone]:
-        """The answers of ranks that are through with a function, in the order of ranks."""
+        """The answers of ranks that have called a function, in the order of ranks."""
         ordered = sorted(self.answers.items())
         return {rank: each for rank, each in ordered if isinstance(each, wire.CallDone)}
 
@@ -174,7 +175,7 @@ class RanksOutcome:
         issued: dict[str, dict[int, int]] = {}
         groups_made: dict[int, int] = {}
         messages: Counter[str] = Counter()
-        for rank, answer in self.answers.items():
+        for rank, answer in sorted(self.answers.items()):
             if not answer.state.intact:
                 continue
             for label, count in answer.state.issued.items():
@@ -214,7 +215,7 @@ class RanksOutcome:
         gloo may end such calls without a word, with numbers that mean nothing.
         """
         kinds: dict[str, list[Mapping[int, int]]] = {}
-        for answer in self.answers.values():
+        for _, answer in sorted(self.answers.items()):
             for label, own in answer.state.kinds.items():
                 kinds.setdefault(label, []).append(own)
         for label, of_ranks in kinds.items():

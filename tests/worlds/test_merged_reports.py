@@ -365,7 +365,7 @@ def control(equal, what=""):
 
 
 def only_on(ranks):
-    elsewhere = f"on rank {ranks}, and no other rank made a control of this name (`what`)"
+    elsewhere = f"on {ranks}, and no other rank made a control of this name (`what`)"
     return SAME.replace("on all ranks", elsewhere)
 
 
@@ -383,13 +383,16 @@ CONTROLS = {
     ),
     "rank 1 compares once more": (
         [[control(False)], [control(True), control(True, "only here")]],
-        [f"only here: {only_on(1)}"],
+        [f"only here: {only_on('rank 1')}"],
     ),
     "no control": ([[{"kind": "verdict", "equal": True}], []], []),
-    "other controls on other ranks": ([[A_EQUAL], [B_DIFFERS]], [f"A: {only_on(0)}"]),
-    "the first on one rank alone": ([[A_EQUAL, B_DIFFERS], [B_DIFFERS]], [f"A: {only_on(0)}"]),
-    "the last on one rank alone": ([[B_DIFFERS, A_EQUAL], [B_EQUAL]], [f"A: {only_on(0)}"]),
-    "on two of three ranks": ([[B_DIFFERS], [A_EQUAL], [A_EQUAL]], [f"A: {only_on('1, 2')}"]),
+    "other controls on other ranks": ([[A_EQUAL], [B_DIFFERS]], [f"A: {only_on('rank 0')}"]),
+    "the first on one rank alone": (
+        [[A_EQUAL, B_DIFFERS], [B_DIFFERS]],
+        [f"A: {only_on('rank 0')}"],
+    ),
+    "the last on one rank alone": ([[B_DIFFERS, A_EQUAL], [B_EQUAL]], [f"A: {only_on('rank 0')}"]),
+    "on two of three ranks": ([[B_DIFFERS], [A_EQUAL], [A_EQUAL]], [f"A: {only_on('ranks 1, 2')}"]),
     "in another order": ([[A_EQUAL, B_DIFFERS], [B_EQUAL, A_DIFFERS]], []),
     "on one rank alone, where it differs": ([[A_DIFFERS], []], []),
     "twice of one name": ([[A_DIFFERS, A_EQUAL], [A_EQUAL, A_EQUAL]], [f"A: {SAME}"]),

@@ -36,11 +36,11 @@ def sent(request, when, outcome="passed", *, lost=False, **more):
     )
 
 
-def merged(request, *ranks, **outcome):
-    done = {
-        rank: ItemDone(tuple(reports), (), None, GroupState(True, 1))
-        for rank, reports in enumerate(ranks)
-    }
+def merged(request, *ranks, answers=None, **outcome):
+    """Merge reports; ``answers`` are the ranks in the order in which they answered."""
+    done = {}
+    for rank in answers or range(len(ranks)):
+        done[rank] = ItemDone(tuple(ranks[rank]), (), None, GroupState(True, 1))
     return reports_of(request.node, RanksOutcome(len(ranks), done, **outcome))
 
 
@@ -72,6 +72,15 @@ def test_a_rank_without_a_report_of_a_phase_fails_the_test(request, rank, missin
     assert f"rank {rank} has given no report of {', '.join(missing)}" in "".join(
         each.longreprtext for each in found
     )
+
+
+@pytest.mark.parametrize("answers", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_the_lowest_rank_without_a_report_is_named(request, answers):
+    """Whichever rank answers first."""
+    whole = [sent(request, when) for when in PHASES]
+    without_call = [whole[0], whole[2]]
+    _, call, _ = merged(request, whole, without_call, without_call, answers=answers)
+    assert call.longreprtext.startswith("rank 1 has given no report of call")
 
 
 def test_a_rank_whose_setup_skipped_needs_no_call(request):

@@ -232,7 +232,7 @@ class _Reader:
         kind = "" if hides(launch) else kind_of(launch)
         names = self._names_in(launch, sent)
         if kind == ALL_GATHER_NAME:
-            for state in sent:
+            for place, state in enumerate(sent):
                 if isinstance(state, Unread) and names:
                     raise _unread(launch, "gathers", names, state.node)
                 # The model itself gathers activations, in sequence parallelism for example.
@@ -245,7 +245,7 @@ class _Reader:
                         slots.append(Slot(self._name(part.source, launch), size, part.nbytes))
                     size += part.nbytes
                 if slots:
-                    yield self._payload(ALL_GATHER_NAME, launch, slots, size)
+                    yield self._payload(ALL_GATHER_NAME, launch, slots, size, place)
         elif kind in (REDUCE_SCATTER_NAME, ALL_REDUCE_NAME):
             yield from self._reductions(kind, launch)
         elif names:
@@ -277,11 +277,17 @@ class _Reader:
                         "alone, so inline that graph first"
                     )
 
-    def _payload(self, kind: str, launch: fx.Node, slots: list[Slot], size: int) -> Payload:
-        """Return the payload of a collective whose slice of one rank has ``size`` bytes."""
+    def _payload(
+        self, kind: str, launch: fx.Node, slots: list[Slot], size: int, place: int
+    ) -> Payload:
+        """Return the payload of a collective whose slice of one rank has ``size`` bytes.
+
+        Args:
+            place: of this payload among those of a coalesced collective, each of its own dtype.
+        """
         value = launch.meta.get("val")
         if isinstance(value, list | tuple):
-            value = value[0]
+            value = value[place]
         elif getattr(launch.target, "namespace", "") == "_c10d_functional":
             wait_of(launch)
 
@@ -341,7 +347,8 @@ class _Reader:
             slots = []
             for (at, numel), fqns in named.items():
                 slots.append(Slot(fqns[0], at * width, numel * width))
-            yield self._payload(kind, launch, slots, nbytes_of(value))
+            index = 0 if result is launch else int(result.args[1])
+            yield self._payload(kind, launch, slots, nbytes_of(value), index)
 
     def _refuse_unnamed(
         self,

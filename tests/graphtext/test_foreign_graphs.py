@@ -493,6 +493,25 @@ def test_names_are_given_to_every_reader_of_graphs(gt_world):
         assert_graph(gm, "then all_gather_into_tensor(P.other.weight, _, _)")
 
 
+def test_names_of_a_model_say_what_is_a_parameter_and_what_a_buffer():
+    """Two of each; what is left are inputs by number."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    graph = fx.Graph()
+    state = [*model.named_parameters(), *model.named_buffers(), ("0", torch.ones(3)), ("1", 2)]
+    for place, (_, value) in enumerate(state):
+        graph.placeholder(f"arg{place}").meta["val"] = value
+    graph.output(())
+    adopted = adopt(fx.GraphModule({}, graph), names=model)
+    kinds: dict[str, list[str]] = {}
+    for node in adopted.graph.find_nodes(op="placeholder"):
+        kinds.setdefault(node.meta["gt_input"]["kind"], []).append(node.meta["gt_input"]["fqn"])
+    assert kinds == {
+        "parameter": ["0.weight", "0.bias", "1.weight", "1.bias"],
+        "buffer": ["0.running_mean", "0.running_var", "0.num_batches_tracked"],
+        "input": ["0", "1"],
+    }
+
+
 def test_a_model_of_more_parameters_than_the_graph_has_inputs_is_refused():
     gm = fx.symbolic_trace(lambda x: x + 1)
     with pytest.raises(

@@ -3,6 +3,7 @@ named.
 """
 
 import copy
+import os
 import re
 import runpy
 import sys
@@ -12,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 
@@ -404,6 +406,27 @@ def test_what_a_state_dict_holds_beside_weights_and_moments(of):
     words = {"model": r"model\['_extra_state'\]", "optimizer": r"optimizer\['calls'\]"}
     with pytest.raises(NotResumed, match=words[of]):
         assert_resumes(Beside, Plain.save, Plain.load, at=2, steps=4)
+
+
+class Saving:
+    """A save that ends when somebody asks for its result."""
+
+    def __init__(self, trainer, folder, error=None):
+        self.unfinished, self.folder, self.error = f"{folder}.unfinished", folder, error
+        Plain.save(trainer, self.unfinished)
+
+    def result(self):
+        if self.error is not None:
+            raise self.error
+        os.rename(self.unfinished, self.folder)
+
+
+def test_a_save_that_goes_on_while_training_does_is_waited_for():
+    """As that of ``dcp.async_save``; what goes wrong in it is not lost."""
+    assert_resumes(Plain, Saving, Plain.load, at=2, steps=4)
+    failing = partial(Saving, error=OSError("the disk is full"))
+    with pytest.raises(OSError, match="the disk is full"):
+        assert_resumes(Plain, failing, Plain.load, at=2, steps=4)
 
 
 def test_names_of_pieces_that_are_no_names_of_files():

@@ -16,7 +16,7 @@ from pytest_gtrainer._torch.values import schema
 from pytest_gtrainer.graph.collectives import _STANDS_BESIDE, kind_of, launches
 from pytest_gtrainer.graph.nodes import COMMUNICATING
 from pytest_gtrainer.graph.same_on_ranks import collective_lines
-from pytest_gtrainer.graphtext import render
+from pytest_gtrainer.graphtext import parse, render
 from pytest_gtrainer.graphtext.operators import refuse_hidden_groups
 
 pytestmark = pytest.mark.gt_world("fake", size=2, mesh={"fsdp": 2})
@@ -149,3 +149,40 @@ def test_what_stands_beside_collectives_is_listed_by_name():
     """A name that torch no longer has, or never had, would hide nothing and look as if it did."""
     names = {name.partition("::")[2].partition(".")[0] for name in operator_names()}
     assert _STANDS_BESIDE - names <= {"wait_tensors"}  # from torch 2.15 on
+
+
+COALESCED = """
+# gtrainer graph v2
+fsdp = group(range(0, 2))
+if P:
+  P.a: f32[4]
+  P.b: f32[2]
+if fwd:
+  with _:
+    half: bf16[2] = aten._to_copy(P.b, dtype=bf16)
+    whole: [f32[8], bf16[4]] = _c10d_functional.all_gather_into_tensor_coalesced([P.a, half], 2, fsdp)
+    b: bf16[4] = _c10d_functional.wait_tensor(whole[1])
+    a: f32[8] = _c10d_functional.wait_tensor(whole[0])
+if bwd:
+  with _:
+    part: [f32[4], bf16[2]] = _c10d_functional.reduce_scatter_tensor_coalesced([fwd._.a, fwd._.b], "avg", 2, fsdp)
+    b: bf16[2] = _c10d_functional.wait_tensor(part[1])
+    a: f32[4] = _c10d_functional.wait_tensor(part[0])
+if out:
+  a = bwd._.a
+  b = bwd._.b
+"""
+
+
+def test_a_coalesced_collective_has_a_payload_of_each_member():
+    """In the collective's order, whichever is read first, and each in its own dtype."""
+    members = [("a", torch.float32, 16), ("b", torch.bfloat16, 4)]
+    found = [
+        (payload.collective, payload.parameters, payload.dtype, payload.slots[0].nbytes)
+        for payload in bucket_layout(parse(COALESCED.lstrip())).payloads
+    ]
+    assert found == [
+        (kind, (name,), dtype, nbytes)
+        for kind in ("all_gather", "reduce_scatter")
+        for name, dtype, nbytes in members
+    ]

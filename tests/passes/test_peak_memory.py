@@ -110,6 +110,8 @@ def test_inputs_that_are_views_of_one_memory_hold_all_of_it():
     graph.output(total)
     found = peak_memory(fx.GraphModule({}, graph))
     assert (found.peak, found.by_kind["parameter"]) == (40 * 4 + 8 * 4, 40 * 4)
+    # One memory has one name, that of the first input.
+    assert [one.name for one in found.alive if one.kind == "parameter"] == ["a"]
 
 
 def test_values_that_a_pass_copied_are_no_memory():

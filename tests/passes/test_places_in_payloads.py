@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import fx
 
-from pytest_gtrainer.graph.packing import Part, Piece, _cut, _items, _scaled, _slice_begin
+from pytest_gtrainer.graph.packing import (
+    Part,
+    Piece,
+    _cut,
+    _items,
+    _scaled,
+    _slice_begin,
+    nbytes_of,
+)
 
 aten = torch.ops.aten
 
@@ -82,3 +90,21 @@ def test_a_piece_is_clipped_to_what_is_cut_out_of_its_node(begin, width, found):
 def test_parts_have_the_sizes_of_a_cast(sizes, nbytes, scaled):
     found = _scaled(tuple(Part(None, size) for size in sizes), nbytes)
     assert (found and tuple(part.nbytes for part in found)) == scaled
+
+
+@pytest.mark.parametrize(
+    ("value", "nbytes"),
+    [
+        (torch.empty(2, 3), 24),
+        (torch.empty(0, 3), 0),
+        ([torch.empty(2), torch.empty(3, dtype=torch.bfloat16)], 14),
+        ((torch.empty(1), (torch.empty(2), torch.empty(3))), 24),
+        ([None, torch.empty(2, dtype=torch.bool), 7], 2),
+        ([], 0),
+        (None, 0),
+    ],
+    ids=str,
+)
+def test_bytes_of_a_value_are_those_of_all_its_tensors(value, nbytes):
+    """A coalesced collective has one tensor for each member, of any dtype."""
+    assert nbytes_of(value) == nbytes

@@ -1,5 +1,6 @@
 """Parameters gathered again in the backward, in traced graphs and on real ranks."""
 
+import copy
 import operator
 from dataclasses import replace
 from itertools import pairwise
@@ -142,6 +143,22 @@ def test_a_later_pass_may_annotate_a_recomputed_value_alone():
     again.meta["custom"]["module_fqn"] = "elsewhere"
     again.meta["custom"]["own"]["stage"] = 2
     assert (node_fqn(first), first.meta["custom"]["own"]) == ("layers.0", {"stage": 1})
+
+
+@fake
+def test_a_value_that_has_a_tag_keeps_it(joint):
+    """M1: what somebody saves is saved, on the gather or on any value that it passes through."""
+    gm = copy.deepcopy(joint.gm)
+    first, second = sorted(gm.graph.find_nodes(op="call_function", target=ALL_GATHER))[:2]
+    first.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    wait = next(iter(second.users))
+    wait.meta["recompute"] = CheckpointPolicy.PREFER_SAVE
+    tag_with_memory_policy_pass(gm)
+    assert (first.meta["recompute"], wait.meta["recompute"]) == (
+        CheckpointPolicy.MUST_SAVE,
+        CheckpointPolicy.PREFER_SAVE,
+    )
+    assert second.meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE
 
 
 def runs(nodes):

@@ -329,6 +329,23 @@ def test_a_scalar_parameter_and_a_dtensor_input_are_refused_by_name(
         trace_step(net, train_step, (sharded, inputs[1]))
 
 
+def test_a_scalar_parameter_is_replicated(gt_mesh, net, inputs, train_step):
+    """There is nothing to shard: its gradient is averaged with the others."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.temperature = net, nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return self.net(x) * self.temperature
+
+    model = data_parallel(Scaled(), gt_mesh, mode="replicate")
+    traced = trace_step(model, train_step, inputs)
+    shapes = [tuple(launch.meta["val"].shape) for launch in launches(traced, ALL_REDUCE)]
+    assert shapes.count(()) == 1
+
+
 def test_applied_twice_it_leaves_its_own_alone(gt_mesh, net, inputs, train_step):
     """The twin: what it has sharded itself is no stranger."""
     once = count(trace_step(data_parallel(net, gt_mesh), train_step, inputs))

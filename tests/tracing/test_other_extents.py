@@ -34,6 +34,8 @@ def test_a_twin_is_the_same_step_on_other_inputs(net, inputs, train_step):
         def twin_inputs(self, given):
             raise AssertionError("these were given by hand")
 
+    alone = trace_step(net, train_step, inputs)
+    assert len(alone.gradient_placements) == len(alone.trainable_fqns)
     for options in (
         {"twin_inputs": halves},
         {"chunk": Halving()},
@@ -46,7 +48,8 @@ def test_a_twin_is_the_same_step_on_other_inputs(net, inputs, train_step):
         assert torch.equal(loss, train_step(net, *halves))
         other = traced.with_graph(traced.twin)
         assert (other.gm, other.twin) == (traced.twin, None)
-    assert trace_step(net, train_step, inputs).twin is None
+        assert traced.gradient_placements == alone.gradient_placements
+    assert alone.twin is None
 
 
 def test_a_twin_of_another_structure_is_refused(net, inputs, train_step):

@@ -267,6 +267,48 @@ def test_extents_that_a_step_fixes(use, message):
 
 
 @pytest.mark.parametrize(
+    ("other", "differ"),
+    [
+        (torch.ones(2), False),
+        (torch.tensor([1.0, 2.0]), True),
+        (torch.ones(3), True),
+        (torch.ones(2, dtype=torch.float64), True),
+        (torch.ones(2, device="meta"), True),
+        (1.0, False),
+        (fx.GraphModule({}, fx.Graph()), False),
+    ],
+    ids=["equal", "a number", "shape", "dtype", "device", "no tensor", "a graph"],
+)
+def test_constants_differ_in_any_way(other, differ):
+    """The other tensor on either side: on two devices nothing can be compared by torch itself."""
+    for sides in ((torch.ones(2), other), (other, torch.ones(2))):
+        assert twins._constants_differ(*sides) == differ
+
+
+def test_without_values_constants_differ_by_their_layout():
+    on_meta = torch.ones(2, device="meta")
+    assert not twins._constants_differ(on_meta, torch.zeros(2, device="meta"))
+    assert twins._constants_differ(on_meta, torch.ones(2, 1, device="meta"))
+
+
+def test_of_two_dynamic_dimensions_the_one_of_the_chunks_is_cut():
+    """The other keeps the extent of its example in the graph of one chunk, too."""
+    model, ids = net(chunkable.Dense)(), torch.randint(0, 40, (2, 6, 8)).unbind(0)
+    dims = {"batch": [(0, 0), (1, 0)], "sequence": [(0, 1), (1, 1)]}
+    gm = trace_step(model, ce_step, ids, dynamic_dims=dims).gm
+    for config, extents in (
+        (strict("layers.*"), (3, 8)),
+        (strict("layers.*.moe", "sequence"), (6, 4)),
+    ):
+        shapes = []
+        for twin in twins.symbolic_twins(gm, None, config):
+            assert not leftover(twin)
+            given = [node for node in twin.graph.nodes if node.op == "placeholder"]
+            shapes.append(tuple(given[-1].meta["val"].shape))
+        assert shapes == [(6, 8), extents]
+
+
+@pytest.mark.parametrize(
     ("sizes", "others", "differ"),
     [([2, 2], [2, 2], False), ([2, 2], [1, 1], True), ([2, 2], [2], True), ([2], [2, 2], True)],
     ids=str,

@@ -530,6 +530,8 @@ class _Cone:
         self._kept: set[fx.Node] = set()
         self._results: list[fx.Node] = []
         self._as_input: dict[fx.Node, Value] = {}
+        # Of what is read, the writes to its memory so far; of all readers the same.
+        self._histories: dict[fx.Node, tuple[int, ...]] = {}
         self.inputs: set[Value] = set()
 
     def add(self, result: fx.Node, other_number: bool = False) -> None:
@@ -540,7 +542,7 @@ class _Cone:
             other_number: it has another number than the other side, so it may be an input.
 
         Raises:
-            CannotCut: a node of it writes or draws, or shows what is written to.
+            CannotCut: a node of it writes or draws, or reads what is written to and is no input.
         """
         self._results.append(result)
         number = self.version.numbers[result]
@@ -561,13 +563,23 @@ class _Cone:
                 number, history = self._read(operand, node)
                 if self._is_input(operand, number):
                     self.inputs.add((number, history))
-                elif operand in self.version.stateful or history:
+                elif operand in self.version.stateful:
                     raise CannotCut(f"{operand} is written to, or drawn")
+                elif history and operand not in self.version.layouts.roots:
+                    raise CannotCut(f"{operand} is written to")
+                elif self._histories.setdefault(operand, history) != history:
+                    raise CannotCut(f"{operand} is written to between its readers")
                 else:
                     todo.append(operand)
 
     def _read(self, operand: fx.Node, reader: fx.Node) -> Value:
-        """Return what a node reads. Nobody writes here, so it is no matter in which memory."""
+        """Return what a node reads. Nobody writes here, so it is no matter in which memory.
+
+        A view shows what its operand is where the view is read, and not where it is made.
+        """
+        history = self._histories.get(reader)
+        if history:
+            return self.version.numbers[operand], history
         return self.version.value(operand, reader, of_memory=False)
 
     def _is_input(self, node: fx.Node, number: int) -> bool:

@@ -46,7 +46,14 @@ from pytest_gtrainer.graph.collectives import (
     group_size_of,
     settings_of,
 )
-from pytest_gtrainer.graph.nodes import BACKWARD, FORWARD, node_fqn, storage_of, writes
+from pytest_gtrainer.graph.nodes import (
+    BACKWARD,
+    FORWARD,
+    is_random,
+    node_fqn,
+    storage_of,
+    writes,
+)
 from pytest_gtrainer.graph.nodes import direction as direction_of
 from pytest_gtrainer.passes.graph_pass import graph_pass
 
@@ -281,6 +288,7 @@ def _bucket(
     for merge in gathering:
         by_direction[merge.direction].append(merge)
     _check_writes(gm.graph, list(by_direction.values()), scattering, reorder)
+    _check_draws(gm.graph, list(by_direction.values()), scattering, reorder)
 
     must_follow: dict[fx.Node, fx.Node] = {}
     for merges in by_direction.values():
@@ -551,6 +559,38 @@ def _check_writes(
     for merge in scatters:
         for member in merge.members:
             check(merge, member, [member.launch], merge.last_launch)
+
+
+def _check_draws(
+    graph: fx.Graph, gathers: Sequence[list[Merge]], scatters: list[Merge], prefetch: bool
+) -> None:
+    """Refuse to move a draw of a chain, such as a stochastic rounding, across another draw.
+
+    Each would get the other's numbers.
+    """
+    draws = [node for node in graph.nodes if is_random(node)]
+
+    # Of each member, what nodes of its chain may cross. Those of an all-gather are moved up to its
+    # place; those of a reduce-scatter follow its wait, which may be deferred up to the output.
+    crossed: list[tuple[Merge, FsdpCollective, fx.Node, fx.Node | None]] = []
+    for merges in gathers:
+        for index, place in _launch_places(merges, prefetch).items():
+            for member in merges[index].members:
+                crossed.append((merges[index], member, place, None))
+    for merge in scatters:
+        for member in merge.members:
+            crossed.append((merge, member, member.launch, graph.output_node()))
+
+    for merge, member, first, last in crossed:
+        for node in filter(is_random, member.chain):
+            for other in draws:
+                if other is not node and first <= other < (last or node):
+                    raise PlanError(
+                        f"{node} draws random numbers for {member.parameter}, and the collective "
+                        f"of bucket {merge.bucket.label!r} would take it across {other}, which "
+                        "draws too: each would get the other's numbers. Draw before the first "
+                        "collective of the bucket, or out of the graph"
+                    )
 
 
 def _build_all_gathers(merges: list[Merge], prefetch: bool) -> dict[fx.Node, fx.Node]:

@@ -398,6 +398,45 @@ def test_memory_that_is_written_to_later_is_read_as_any_equal_value():
     assert not is_equal_by_pairs(behind, before)
 
 
+VIEW = "flat: f32[6] = aten.view(kept, [6])"
+WRITE = "add_: f32[2, 3] = aten.add_.Tensor(kept, I.x)"
+READ = "read: f32[6] = aten.neg(flat)"
+
+
+@pytest.mark.parametrize(
+    ("order", "is_equal"),
+    [
+        ((WRITE, VIEW, READ), True),
+        ((VIEW, WRITE, READ), True),  # a view shows what is written after it was made
+        ((VIEW, READ, WRITE), False),
+    ],
+)
+def test_a_new_view_of_what_is_written_to_shows_what_is_there_when_it_is_read(order, is_equal):
+    """As a bucketing pass makes one of each gradient; the whole graph need not be proven."""
+    kept = "kept: f32[2, 3] = aten.clone(I.x)"
+    before = parse(kept, WRITE, "neg: f32[2, 3] = aten.neg(kept)", results=["fwd._.neg"])
+    shaped = "shaped: f32[2, 3] = aten.view(read, [2, 3])"
+    after = parse(kept, *order, shaped, results=["fwd._.shaped"])
+    assert is_equal_by_pairs(after, before) == is_equal
+
+
+def test_a_view_that_is_read_before_and_behind_a_write_is_no_single_value():
+    kept = "kept: f32[2, 3] = aten.clone(I.x)"
+    late = "late: f32[6] = aten.neg(flat)"
+    total = "total: f32[6] = aten.add.Tensor(read, late)"
+    shaped = "shaped: f32[2, 3] = aten.view(total, [2, 3])"
+    after = parse(kept, VIEW, READ, WRITE, late, total, shaped, results=["fwd._.shaped"])
+    before = parse(
+        kept,
+        WRITE,
+        "neg: f32[2, 3] = aten.neg(kept)",
+        "twice: f32[2, 3] = aten.add.Tensor(neg, neg)",
+        results=["fwd._.twice"],
+    )
+    with pytest.raises(CannotCut, match="flat is written to between its readers"):
+        cut_to_pairs(after, before)
+
+
 def graph_of(made):
     """Return a graph of one input; ``made`` adds nodes by a function and returns the result."""
     graph = fx.Graph()

@@ -227,6 +227,11 @@ def writes_unseen(patch):
     patch.setattr(joint, "writes", lambda graph: {})
 
 
+@mutant("a draw crosses another one", "joint/refused_draw_across_a_draw.fxgraph")
+def draws_unseen(patch):
+    patch.setattr(joint, "is_random", lambda node: False)
+
+
 @mutant(
     "a tie is not reported",
     "test_tied_parameters::test_graph_and_eager_refuse_it_in_the_same_words",

@@ -271,14 +271,19 @@ def ring_sum(
         block = max(1, BLOCK_BYTES // (length * flat.itemsize))
         blocks = zip(*(column.split(block) for column in columns), strict=True)
         for channel, place, offset in blocks:
-            sources = (orders[channel, :, place].t() * elements + offset).contiguous()
+            sources = (orders[channel, :, place].t() * elements + offset).reshape(-1)
             partial = None
-            # Several hops of a small payload are read at once, one of a large one.
-            for some in sources.split(max(1, block // len(offset))):
-                of_hops = rows.index_select(0, some.view(-1))
+            # Several hops of a small payload are read at once, one of a large one; all into the same
+            # memory, since to allocate it for each hop takes as long as to add it.
+            at_once = max(1, block // len(offset))
+            read = rows.new_empty(at_once * len(offset), length)
+            hops = read.split(len(offset))
+            for some in sources.split(at_once * len(offset)):
+                count = some.numel()  # the last ones may be fewer
+                torch.index_select(rows, 0, some, out=read[:count])
                 if factor is not None:
-                    of_hops.mul_(factor)
-                for own in of_hops.view(*some.shape, length).unbind():
+                    read.mul_(factor)
+                for own in hops[: count // len(offset)]:
                     # A sum that started at zero would turn a sum of negative zeros into zero.
                     if partial is None:
                         partial = own.to(accumulator, copy=True)

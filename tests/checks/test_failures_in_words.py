@@ -6,6 +6,7 @@ import pytest
 
 from pytest_gtrainer import assert_graph
 from pytest_gtrainer.checks import CheckFailure
+from pytest_gtrainer.checks.predicates import _modules_text
 
 FILE = "tests/checks/test_failures_in_words.py"
 
@@ -148,3 +149,17 @@ def test_a_never_is_named_by_its_own_line(gm):
     text = failure_of(gm, "then mm\nnever sum\n\n")
     assert text[0] == "line 2 of the checks: never sum"
     assert text[1] == "it matches between the match at 4 and the end"
+
+
+@pytest.mark.parametrize(
+    ("modules", "text"),
+    [
+        ((), "none"),
+        (("",), "the root"),
+        (("norm",), "norm"),
+        (("norm", ""), "norm, the root"),
+        (("layers.0", "layers.1"), "layers.0, layers.1"),
+    ],
+)
+def test_modules_in_words(modules, text):
+    assert _modules_text(modules) == text

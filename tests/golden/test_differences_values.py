@@ -481,6 +481,53 @@ def test_definitions():
     assert words(TEXT, "returns = list\n" + TEXT) == ["gained convention returns = list"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "old", "new", "kept"),
+    [
+        ("process group", "a = group(range(0, 2))", "c = group([0, 3])", "b = group([2, 3])"),
+        ("symbol", "s0 = size(16)", "s2 = size(7)", "s1 = size(24)"),
+    ],
+)
+def test_definitions_that_went_and_came_are_told_apart(kind, old, new, kept):
+    """The one that stays stands in another place of the other graph."""
+    verb = [f"lost {kind} {old}", f"gained {kind} {new}"]
+    assert words(f"{old}\n{kept}\n{TEXT}", f"{kept}\n{new}\n{TEXT}") == verb
+    verb = [f"lost {kind} {new}", f"gained {kind} {old}"]
+    assert words(f"{kept}\n{new}\n{TEXT}", f"{old}\n{kept}\n{TEXT}") == verb
+
+
+PAIR = """\
+if I:
+  I[0]: f32[8]
+if fwd:
+  with m:
+    pair: (f32[u0], f32[u1]) = aten.two(I[0])
+    a: f32[u0] = aten.sin(pair[0])
+    b: f32[u0, u1] = aten.outer(a, pair[1])
+if out:
+  x = fwd.m.b
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "other", "first"),
+    [
+        ("a: f32[u0]", "a: f32[u1]", "sin"),
+        ("b: f32[u0, u1]", "b: f32[u1, u0]", "outer"),
+        ("b: f32[u0, u1]", "b: f32[u0, u0]", "outer"),
+        ("b: f32[u0, u1]", "b: f32[u1, u1]", "outer"),
+    ],
+)
+def test_two_sizes_that_one_value_brings_in_are_two(line, other, first):
+    found = diff(PAIR, PAIR.replace(line, other)).splitlines()[0]
+    assert found == f"the dataflow differs, first at aten.{first} in fwd m"
+
+
+def test_names_of_sizes_do_not_count():
+    renamed = PAIR.replace("u0", "u7").replace("u1", "u0")
+    assert diff(PAIR, renamed).startswith("same dataflow, same schedule: only the spelling")
+
+
 def test_what_changed_inside_of_a_body():
     body = (
         "def cond_graph_0():\n  if A:\n    A[0]: f32[2]\n  if fwd:\n"

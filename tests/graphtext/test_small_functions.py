@@ -2,7 +2,9 @@
 
 import ast
 
+import pytest
 import torch
+from torch import fx
 
 from pytest_gtrainer.facts import escaped, spell_some
 from pytest_gtrainer.graphtext.dataflow import HOLE, SYMBOL, Template, statement, template
@@ -23,6 +25,7 @@ from pytest_gtrainer.graphtext.header import nearest, read, version_of, write
 from pytest_gtrainer.graphtext.literals import spell_literal
 from pytest_gtrainer.graphtext.operands import may_be_symbolic
 from pytest_gtrainer.graphtext.operators import mesh_dimension, spell_ranks, word
+from pytest_gtrainer.graphtext.scopes import scopes_of
 from pytest_gtrainer.graphtext.sections import (
     Layer,
     Scope,
@@ -213,3 +216,40 @@ def test_spellings_between_versions():
     found = [str(spelling) for spelling in spellings_between("2.15.0+cu132", "2.14.1")]
     assert found == ["aten._unsafe_view for aten.view of aten.addmm"]
     assert spellings_between("2.14.0", "2.14.1+cpu") == spellings_between(None, "2.15.0") == ()
+
+
+@pytest.mark.parametrize(
+    ("modules", "owner"),
+    [
+        (["layers.0.mlp", "layers.1.norm"], "layers.1"),
+        (["layers.1.norm", "layers.0.mlp"], "layers.0"),
+        (["layers.0.mlp", "layers.0.mlp.up"], "layers.0.mlp"),
+        (["layers.2.mlp", "norm"], "layers.2"),
+        (["norm", "layers.2.mlp", "head"], "layers.2"),
+        (["head.a", "head.b"], "head"),
+        (["norm", "head"], ""),
+        ([], ""),
+    ],
+    ids=str,
+)
+def test_what_names_no_module_belongs_to_that_of_its_operands(modules, owner):
+    """To what all share, else to the layer of the last one that is in a layer."""
+    graph, operands = fx.Graph(), []
+    for fqn in modules:
+        node = graph.call_function(torch.ops.aten.ones.default, ([2],))
+        node.meta["custom"] = {"module_fqn": fqn}
+        operands.append(node)
+    total = graph.call_function(torch.ops.aten.stack.default, (operands,))
+    assert scopes_of(graph.nodes).of[total].owners == (owner,)
+
+
+def test_inputs_say_where_a_value_belongs_if_no_operand_is_computed():
+    graph = fx.Graph()
+    weight = graph.placeholder("weight")
+    weight.meta["gt_input"] = {"kind": "parameter", "fqn": "layers.3.w.weight"}
+    alone = graph.call_function(torch.ops.aten.exp.default, (weight,))
+    node = graph.call_function(torch.ops.aten.ones.default, ([2],))
+    node.meta["custom"] = {"module_fqn": "layers.1.mlp"}
+    both = graph.call_function(torch.ops.aten.mul.Tensor, (node, weight))
+    found = scopes_of(graph.nodes).of
+    assert (found[alone].owners, found[both].owners) == (("layers.3.w",), ("layers.1.mlp",))

@@ -144,7 +144,7 @@ def _is_as_before(holder: Any, before: Any) -> bool:
     if isinstance(holder, set):
         return all(item in holder for item in before)
     if isinstance(holder, dict):
-        return all(map(is_, holder.values(), before.values())) and holder.keys() == before.keys()
+        return all(map(is_, holder.values(), before.values())) and list(holder) == list(before)
     return all(map(is_, holder, before))
 
 

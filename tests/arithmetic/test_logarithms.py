@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pytest_gtrainer import prove
+from pytest_gtrainer.arithmetic.field import Field
 from pytest_gtrainer.arithmetic.logarithms import exponent_of_logarithm, exponents_of
 from pytest_gtrainer.arithmetic.prime import ROOT, P, Q
 
@@ -32,6 +33,15 @@ def test_a_number_is_a_power_of_the_root_with_a_sign():
         numbers.tolist(), exponents.tolist(), signs.tolist(), strict=True
     ):
         assert pow(ROOT, exponent, P) * (-1) ** sign % P == number
+
+
+def test_ends_of_the_logarithm_are_those_of_floats():
+    """log of 1 is 0, of 0 it is -inf, and of what is below 0, or no number, NaN."""
+    field = Field(casts="opaque")
+    prime = field.prime
+    ends = [1, 0, prime.minus_infinity, prime.infinity, prime.nan, 7]
+    found = field._with_ends_of_log(torch.tensor(ends), torch.full((6,), 99)).tolist()
+    assert found == [0, prime.minus_infinity, prime.nan, prime.infinity, prime.nan, 99]
 
 
 def online(x):

@@ -13,7 +13,7 @@ from pytest_gtrainer.arithmetic import hashing
 from pytest_gtrainer.arithmetic.field import Field, FieldWithExponents
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode
 from pytest_gtrainer.arithmetic.prime import P, Prime
-from pytest_gtrainer.proofs.further_runs import ORDERS, Chances, orders
+from pytest_gtrainer.proofs.further_runs import ORDERS, Chances, further_runs, orders
 
 F = torch.nn.functional
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -310,6 +310,30 @@ def test_signs_of_few_roots_run_until_they_hardly_agree_by_chance():
     assert len(orders(few, many)) == len(orders(many, few)) == len(orders(few)) == 9
     assert orders(Chances(fewest_roots=1), Chances(decides=True)) == ORDERS
     assert len(orders(Chances(decides=True, decides_few=True))) == 16
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "gaps"),
+    [
+        ((), (), []),
+        (((5, 100),), ((5, 100),), []),
+        (((5, 100),), (), [(1, 99)]),
+        ((), ((5, -100),), [(1, 99)]),
+        (((5, 100), (6, 300)), (), [(1, 99), (101, 199)]),
+        (((5, 100), (6, 300)), ((5, 100),), [(101, 199)]),
+        (((5, 100), (6, 300)), ((6, 300),), [(1, 99), (101, 199)]),
+    ],
+    ids=str,
+)
+def test_beside_a_limit_of_one_program_all_inputs_are_above_0_and_then_all_below(
+    actual, expected, gaps
+):
+    """A condition on all elements holds for one sign alone, as (x < -0.3).all() does."""
+    sides = [[Chances(decides=True, limits=limits)] for limits in (actual, expected)]
+    found = [run for run in further_runs(*sides) if run.is_for_limits and run.sign]
+    assert [(run.gaps, run.sign) for run in found] == [
+        ((gap,), sign) for gap in gaps for sign in (1, -1)
+    ]
 
 
 SIGNS = {

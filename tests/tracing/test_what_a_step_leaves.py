@@ -17,6 +17,7 @@ from pytest_gtrainer import (
     trace_step,
 )
 from pytest_gtrainer.numerics.graph_run import AFTERWARDS
+from pytest_gtrainer.tracing.model import attributes_kept
 
 X = torch.arange(12.0).reshape(3, 4) / 8
 
@@ -401,6 +402,40 @@ def test_what_the_forward_keeps_inside_other_containers_is_put_back():
     assert type(model.lists) is defaultdict
     same = [model.by_layer["a"]["b"], model.in_order[1][0], model.last, model.cache.layers]
     assert all(map(operator.is_, holders, same))
+
+
+ONE, TWO = torch.ones(1), torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("held", "change"),
+    [
+        ({"a": ONE, "b": TWO}, lambda held: held.update(c=held.pop("b"))),
+        ({"a": ONE, "b": ONE}, lambda held: held.update(a=held.pop("a"))),
+        ({"a": ONE, "b": TWO}, lambda held: held.update(b=TWO.clone())),
+        ({"a": ONE}, lambda held: held.clear()),
+        ({}, lambda held: held.update(a=ONE)),
+        ([ONE, TWO], lambda held: held.reverse()),
+        ([ONE, TWO], lambda held: held.pop()),
+        (deque([ONE, TWO], maxlen=2), lambda held: held.append(ONE)),
+        ({1, 2}, lambda held: (held.remove(2), held.add(3))),
+    ],
+    ids=["renamed", "reordered", "an equal one", "emptied", "filled", *["changed"] * 4],
+)
+def test_a_container_has_the_names_the_values_and_the_order_of_before(held, change):
+    module = nn.Module()
+    module.held = held
+
+    def parts():
+        if isinstance(held, dict):
+            return [*held, *map(id, held.values())]
+        return list(map(id, held))
+
+    before = parts()
+    with attributes_kept(module):
+        change(module.held)
+        assert parts() != before
+    assert (module.held, parts()) == (held, before)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from pytest_gtrainer.ranks import pool, wire
+from pytest_gtrainer.ranks.answers import collective_of, depth_of_collective
 from pytest_gtrainer.ranks.watch import UNBLOCK_AFTER, RanksOutcome
 
 FIT = wire.GroupState(True, 1)
@@ -88,3 +89,32 @@ def test_the_teams_that_were_used_longest_ago_are_stopped(monkeypatch):
     assert ([team.size for team in stopped], list(ranks._teams)) == ([2], [4, 1])
     pool.Pool._make_room(ranks, 4)
     assert ([team.size for team in stopped], list(ranks._teams)) == ([2, 4], [1])
+
+
+IN_TEST = ("/u/test_it.py", "test_it")
+IN_C10D = ("/x/torch/distributed/distributed_c10d.py", "all_reduce")
+IN_WRAPPER = ("/x/torch/distributed/c10d_logger.py", "wrapper")
+IN_OPERATOR = ("/x/torch/_ops.py", "__call__")
+IN_FUNCTIONAL = ("/x/torch/distributed/_functional_collectives.py", "wait_tensor")
+IN_FSDP = ("/x/torch/distributed/fsdp/_state.py", "wait")
+
+
+@pytest.mark.parametrize(
+    ("frames", "name", "depth"),
+    [
+        ([], None, 0),
+        ([IN_TEST], None, 0),
+        ([IN_OPERATOR, IN_TEST], None, 1),
+        ([IN_C10D, IN_WRAPPER, IN_TEST], "all_reduce", 2),
+        ([(IN_C10D[0], "_store_based"), IN_C10D, IN_WRAPPER, IN_TEST], "all_reduce", 3),
+        ([IN_OPERATOR, IN_FUNCTIONAL, IN_TEST], "wait_tensor", 2),
+        ([IN_FSDP, IN_TEST], "wait", 0),
+        # A thread of torch's own has no frame of anybody else.
+        ([IN_C10D, IN_WRAPPER], "all_reduce", 2),
+    ],
+    ids=str,
+)
+def test_the_collective_of_a_stack(frames, name, depth):
+    """That which the user called; its own frames are the innermost."""
+    assert collective_of(frames) == name
+    assert depth_of_collective(frames) == depth

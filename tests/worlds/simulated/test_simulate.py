@@ -243,6 +243,19 @@ def unwaited(gm):
     return gm
 
 
+def adds_in_a_group_of_two():
+    group, x = dist.new_group([0, 1]), torch.ones(3)
+    if dist.get_rank() in (0, 1):
+        dist.all_reduce(x, group=group)
+    return x
+
+
+def test_a_rank_may_have_nobody_to_exchange_tensors_with():
+    """As long as others do."""
+    found = simulate_eager(adds_in_a_group_of_two, lambda rank: (), 3)
+    assert [next(iter(of_rank.values()))[0].item() for of_rank in found] == [2, 2, 1]
+
+
 ALL = {"tp": [range(4)]}
 X = (torch.ones(3),)
 REFUSED = {

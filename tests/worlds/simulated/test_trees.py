@@ -16,7 +16,11 @@ from pytest_gtrainer.worlds.simulated.collectives import Contribution, reduce_sc
 from pytest_gtrainer.worlds.simulated.interpreter.values import of_rank
 from pytest_gtrainer.worlds.simulated.net import row_of
 from pytest_gtrainer.worlds.simulated.threads import run_threads
-from pytest_gtrainer.worlds.simulated.trees import binary_children, pat_delta
+from pytest_gtrainer.worlds.simulated.trees import (
+    binary_children,
+    pat_delta,
+    tree_over_chains,
+)
 from tests.worlds.simulated import graphs
 
 CONFIG = functools.partial(llama3_training, precision="fp32", steps=1)
@@ -38,6 +42,27 @@ def test_a_node_inside_one_tree_is_a_leaf_of_the_other(nodes):
     assert inside[0] & inside[1] <= ({0} if nodes % 2 else set()), (
         f"nodes that add in both trees of {nodes}: {inside}"
     )
+
+
+def ranks_in(order):
+    found = []
+    for each in order:
+        found += ranks_in(each) if isinstance(each, tuple) else [each]
+    return found
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
+@pytest.mark.parametrize(
+    "lengths",
+    [(1,), (3,), (1, 1), (1, 2), (3, 1), (1,) * 4, (2, 1, 1, 3), (1, 3, 1, 1, 2)],
+    ids=str,
+)
+def test_a_tree_over_nodes_of_any_number_of_ranks_adds_each_rank_once(lengths, second):
+    """Of one rank, too, where the sums of both children arrive."""
+    starts = [sum(lengths[:place]) for place in range(len(lengths))]
+    chains = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    found = ranks_in(tree_over_chains(chains, second))
+    assert sorted(found) == list(range(sum(lengths)))
 
 
 def test_the_tree_of_a_group_is_over_the_nodes_of_its_ranks():

@@ -134,11 +134,14 @@ def test_a_cut_ring_that_other_lines_do_not_tell_is_refused():
         lines="Channel 00/0 : {rank}[3] -> {after}[4] via P2P/CUMEM", connect=False
     )
     other = log.replace(": 0[3] -> 7[4]", ": 0[3] -> 14[4]")
+    # A whole ring, but not the one of which NCCL has written the beginning.
+    backwards, _ = cut_log(lines="Channel 00/0 : {after}[3] -> {rank}[4] via P2P/CUMEM")
     for text, sentence in [
         (log.splitlines()[0], f"{ring}no other line says where rank 0 sends: {way_out}"),
         (without_rank_5, f"{ring}no other line says where rank 5 sends: {way_out}"),
         (trees_first, f"{ring}of rank 0 the log has connections to ranks 3, 7: {way_out}"),
         (other, f"{ring}the connections of other lines are not those of this ring: {way_out}"),
+        (backwards, f"{ring}the connections of other lines are not those of this ring: {way_out}"),
     ]:
         with pytest.raises(ValueError, match=sentence):
             rings_from_log(text)

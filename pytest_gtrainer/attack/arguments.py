@@ -47,7 +47,6 @@ def _add_reduce_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--claims",
         metavar="WORDS",
-        default="",
         help="with --proof, what the pass keeps besides values, split by commas: memory, cost, "
         "order, idempotence (default: none)",
     )
@@ -98,7 +97,6 @@ def _add_fuzz_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--claims",
         metavar="WORDS",
-        default="",
         help="what the pass keeps besides values, split by commas: memory, cost, order, "
         "idempotence (default: none)",
     )

@@ -45,14 +45,21 @@ def broken_claim(
     return None
 
 
-def check_claims(spelled: str) -> tuple[str, ...]:
-    """Return the claims that an option's value names, split by commas.
+def check_claims(spelled: str | None) -> tuple[str, ...]:
+    """Return the claims that an option's value names, split by commas; none if it is not given.
 
     Raises:
-        ValueError: one of them is no claim.
+        ValueError: one of them is no claim, or empty, as what an unset variable of a shell leaves.
     """
-    claims = tuple(word.strip() for word in spelled.split(",") if word.strip())
+    if spelled is None:
+        return ()
+    claims = tuple(word.strip() for word in spelled.split(","))
     for claim in claims:
+        if not claim:
+            raise ValueError(
+                f"--claims={spelled} names a claim that is empty, and would claim nothing: name "
+                f"some of {', '.join(CLAIMS)}, or leave --claims out"
+            )
         if claim not in CLAIMS:
             raise ValueError(f"--claims={spelled}: {claim} is none of {', '.join(CLAIMS)}")
     return claims

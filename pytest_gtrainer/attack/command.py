@@ -153,7 +153,7 @@ class _Reduce:
             raise UsageError(f"{given.file} cannot be read: {error}") from None
 
         # Of another oracle the smallest graph is another one.
-        asked = f"{source} {given.proof} {given.at_least} {given.test}{given.claims}"
+        asked = f"{source} {given.proof} {given.at_least} {given.test}{given.claims or ''}"
         self._digest = hashlib.sha256(asked.encode()).hexdigest()[:12]
         if self._output.is_dir() or not self._output.parent.is_dir():
             raise UsageError(f"--output={self._output} is no file of a folder that exists")

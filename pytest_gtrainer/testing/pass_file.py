@@ -375,6 +375,11 @@ def _world(world: Directive | None, mesh: Directive | None) -> WorldSpec | None:
                 raise PassFileError(
                     f"{mesh.place}: expected a mesh like `fsdp=4, tp=2`, found {mesh.value!r}"
                 )
+            if part["name"] in given["mesh"]:
+                raise PassFileError(
+                    f"{mesh.place}: the mesh has {part['name']!r} twice, name each dimension once: "
+                    f"{mesh.value!r}"
+                )
             given["mesh"][part["name"]] = int(part["extent"])
     try:
         return make_spec("fake", **given)

@@ -115,9 +115,18 @@ def test_a_second_run_changes_nothing(gt_world, a_pass, words):
 
 def test_claims_are_known():
     assert check_claims("order, memory") == ("order", "memory")
-    assert check_claims("") == ()
+    assert check_claims(None) == ()
     with pytest.raises(ValueError, match="--claims=speed: speed is none of memory, cost, order"):
         check_claims("speed")
+
+
+@pytest.mark.parametrize("spelled", ["", " ", ",", "memory,", "memory, ,cost"])
+def test_a_claim_that_is_empty_is_refused(spelled, capsys):
+    """As ``--claims "$CLAIMS"`` of an unset variable: it would claim nothing, without a word."""
+    given = ["fuzz", "--gt-pass", "tests.attack.test_claims:unused", "--claims", spelled]
+    assert main(given) == 2
+    says = f"fuzz: --claims={spelled} names a claim that is empty, and would claim nothing: name"
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.second_tier

@@ -578,7 +578,7 @@ def test_the_end_of_a_run_of_fuzz(
 
 def reduce_arguments(file, **changed):
     given = {"command": "reduce", "file": file, "proof": None, "test": "true", "timeout": 9.0}
-    given |= {"output": None, "at_least": "reordered", "claims": ""}
+    given |= {"output": None, "at_least": "reordered", "claims": None}
     return argparse.Namespace(**given | changed)
 
 

@@ -93,6 +93,10 @@ def test_a_file_with_neither_golden_nor_check_is_an_error(write):
         ("# world: fake 8, rank 8", "gt_world's rank lies in 0..7; not 8"),
         ("# mesh: fsdp=8", "a mesh needs its world, such as `# world: fake 8`"),
         ("# world: fake 8\n# mesh: fsdp 8", "expected a mesh like `fsdp=4, tp=2`, found 'fsdp 8'"),
+        (
+            "# world: fake 8\n# mesh: tp=2, tp=8",
+            "the mesh has 'tp' twice, name each dimension once",
+        ),
         ("# world: fake 8\n# mesh: fsdp=4", "multiplies to 4, but its size is 8"),
         ("# world: fake 8\n# world: fake 8", "there is a `# world:` at a.fxgraph:3 already"),
         (

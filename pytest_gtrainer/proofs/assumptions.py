@@ -13,8 +13,10 @@ _ANSWERS = {"True", "False"}
 
 
 def describe_known(names: Sequence[str]) -> tuple[str, ...]:
-    """Say which tensors have known numbers in a proof."""
-    return (f"the numbers of {spell_some(names)} stay what they are",) if names else ()
+    """Say which tensors begin a proof with known numbers. A program may change them."""
+    if not names:
+        return ()
+    return (f"runs begin with the given numbers of {spell_some(names)}: others are not judged",)
 
 
 _TAKEN_ON_TRUST = {

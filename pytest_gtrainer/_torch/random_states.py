@@ -51,6 +51,11 @@ def _tensor_of(numbers: list[int]) -> torch.Tensor:
     return torch.frombuffer(array("q", numbers), dtype=torch.int64)
 
 
+UNUSUAL_SEED = 2**40 + 0x9E3779B9
+"""No user takes it, so a program that seeds goes on from another state. The generator of the CPU
+reads the low 32 bits alone."""
+
+
 def seed_torch(seed: int) -> None:
     """Seed torch's generators; a device that has not started gets the seed when it starts."""
     # Without an accelerator torch.manual_seed takes half a millisecond for stack traces that it

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pytest_gtrainer._torch.random_states import random_state, random_states_kept, seed_torch
+from pytest_gtrainer._torch.random_states import UNUSUAL_SEED, random_state, random_states_kept
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.field import Field
@@ -24,6 +24,7 @@ from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.facts import counted
 from pytest_gtrainer.graph.nodes import AFTERWARDS, input_fqn, value_of
 from pytest_gtrainer.numerics.bits import byte_view, same_bytes
+from pytest_gtrainer.numerics.determinism import seed_everything
 from pytest_gtrainer.numerics.graph_run import (
     attributes_of,
     copies,
@@ -180,7 +181,7 @@ class Program(ABC):
         with observed.put_back:
             # Dynamo refuses to compile under a dispatch mode, and would skip such frames for ever.
             with random_states_kept(), torch.compiler.set_stance("force_eager"):
-                seed_torch(0)
+                seed_everything(UNUSUAL_SEED)
                 start = random_state()
                 self._run(mode, observed)
                 end = random_state()

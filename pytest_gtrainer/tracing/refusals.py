@@ -26,7 +26,12 @@ from pytest_gtrainer._torch.autograd import (
 )
 from pytest_gtrainer._torch.graph_text import hooks_of
 from pytest_gtrainer._torch.modes import MODES, spell_mode
-from pytest_gtrainer._torch.random_states import GeneratorStates, random_state, without_modes
+from pytest_gtrainer._torch.random_states import (
+    UNUSUAL_SEED,
+    GeneratorStates,
+    random_state,
+    without_modes,
+)
 from pytest_gtrainer._torch.tracing import AutocastAround, current_annotation
 from pytest_gtrainer._torch.values import parts_of, storage_id
 from pytest_gtrainer._torch.wrapped_modules import (
@@ -338,7 +343,7 @@ class _Draws(_UserMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seed = 2**40  # which no user takes
+        self._seed = UNUSUAL_SEED
         torch.default_generator.manual_seed(self._seed)
 
     def check(self, func: Any, args: Any, kwargs: Any) -> None:

@@ -4,9 +4,11 @@ difference.
 
 import copy
 import os
+import random
 import types
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import fx, nn
@@ -760,12 +762,12 @@ def test_known_numbers_of_buffers_and_captured_tensors_are_named():
             return torch.add(x, self.mean, alpha=self.sign)
 
     text = kind_of(Centered(1), Centered(-1), X)[1]
-    assert "assumed: the numbers of buffer mean stay what they are" in text
+    assert "assumed: runs begin with the given numbers of buffer mean: others" in text
     text = kind_of(lambda x: x + CAPTURED, lambda x: CAPTURED + x, X)[1]
-    assert "assumed: the numbers of captured CAPTURED stay what they are" in text
+    assert "assumed: runs begin with the given numbers of captured CAPTURED: others" in text
     graphs = [fx.symbolic_trace(Centered(sign)) for sign in (1, -1)]
-    assert "assumed: the numbers of mean stay what they are" in kind_of(*graphs, X)[1]
-    assert "stay what they are" not in kind_of(nn.Linear(4, 2), nn.Linear(4, 2), X)[1]
+    assert "assumed: runs begin with the given numbers of mean: others" in kind_of(*graphs, X)[1]
+    assert "the given numbers of" not in kind_of(nn.Linear(4, 2), nn.Linear(4, 2), X)[1]
 
 
 def test_one_more_random_number_is_seen():
@@ -1289,6 +1291,45 @@ def test_flex_attention_is_seen_through():
     assert prove(whole, copy.deepcopy(whole)).kind == "identical"
     assert prove(whole, plain).is_at_least("rounds elsewhere")
     assert prove(other, whole).kind == "another function"
+
+
+# --- seeds
+
+
+def scaled_by_python(x):
+    return x * random.random()
+
+
+def scaled_by_numpy(x):
+    return x * float(np.random.rand())
+
+
+@pytest.mark.parametrize("seed", [0, 1, 42])
+@pytest.mark.parametrize(
+    ("seeds", "draws"),
+    [
+        (torch.manual_seed, F.dropout),
+        (random.seed, scaled_by_python),
+        (np.random.seed, scaled_by_numpy),
+    ],
+    ids=["torch", "python", "numpy"],
+)
+def test_a_program_that_seeds_is_another_function(seeds, draws, seed):
+    """Whatever its seed is, and from whatever state the test begins."""
+
+    def seeded(x):
+        seeds(seed)
+        return draws(x)
+
+    def in_a_fork(x):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return F.dropout(x)
+
+    seeds(seed)
+    assert kind_of(seeded, draws, X)[0] == "another function"
+    if draws is F.dropout:
+        assert kind_of(in_a_fork, draws, X)[0] == "another function"
 
 
 # --- graphs and functions together

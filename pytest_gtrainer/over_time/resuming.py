@@ -53,7 +53,9 @@ def assert_resumes(
     after the last step. One that each step computes anew is fine.
 
     Controls must differ: a trainer that was not loaded; and for each piece that the load changes,
-    one that was loaded without it. On ranks, every rank must call this.
+    one that was loaded without it. Where data repeat, as in epochs, those behind the save must not
+    be those of the first steps: a lost position would not show. On ranks, every rank must call
+    this.
 
     Args:
         make: makes a trainer: ``model``, ``optimizer`` (or several), and ``step()``. It is called
@@ -107,6 +109,7 @@ def assert_resumes(
                 "a new trainer is equal to the one that was saved, so this check cannot fail: save "
                 "it after steps that change it"
             )
+        faults += _said_of_repeated_data(whole, at, steps)
         _wait_for_all_ranks()  # before the folder goes
         if faults:
             raise NotResumed(faults[0])
@@ -150,6 +153,22 @@ def _refuse_forgotten(forgotten: Sequence[tuple[str, str]], unseen: Sequence[str
         f"{names[0]} of the trainer is not as it was saved, neither after the load nor after the "
         f"last step{more}: save and load it; if no step depends on it, unseen=[{left[0][0]!r}]"
     )
+
+
+def _said_of_repeated_data(whole: RecordedRun, at: int, steps: int) -> list[str]:
+    """Return why a position in the data that is lost would not show; [] if it would.
+
+    A trainer that does not load its position begins again with the data of the first step. Where
+    an epoch ends at the save, these are the data that come next.
+    """
+    data = [whole.steps.get(step, {}).get("data", {}) for step in range(steps)]
+    if all(each == data[0] for each in data) or data[at:] != data[: steps - at]:
+        return []
+    return [
+        f"the inputs of the model in step {at}, the first one after the save, and in all later "
+        "ones are those from step 0 on, so a position in the data that is lost would not show: "
+        f"save at another step than at={at}, within an epoch"
+    ]
 
 
 class _Runs:

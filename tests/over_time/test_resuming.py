@@ -3,6 +3,7 @@ named.
 """
 
 import copy
+import itertools
 import os
 import re
 import runpy
@@ -503,6 +504,51 @@ def test_checks_that_cannot_fail(make):
         assert_resumes(Still, Still.nothing, Still.nothing, at=1, steps=3)
     with pytest.raises(NotResumed, match="0 of 3 steps were recorded: each step"):
         assert_resumes(lambda: Still(0), Still.nothing, Still.nothing, at=1, steps=3)
+
+
+class Epochs:
+    """Trains on a few batches again and again, and forgets how far it has come."""
+
+    def __init__(self, batches):
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(4, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.data = itertools.cycle([torch.randn(3, 4) for _ in range(batches)])
+
+    def step(self):
+        self.model(next(self.data)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self, folder):
+        torch.save([self.model.state_dict(), self.optimizer.state_dict()], folder)
+
+    def load(self, folder):
+        model, optimizer = torch.load(folder)
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+
+
+class SkippingEpochs(Epochs):
+    """It makes the position anew from the number of steps, so it forgets nothing."""
+
+    def load(self, folder):
+        super().load(folder)
+        for _ in range(3):
+            next(self.data)
+
+
+def test_a_save_at_the_end_of_an_epoch_shows_no_position():
+    """An iterator holds it, so only the data say that it is lost."""
+    words = "the inputs of the model in step 3, the first one after the save, and in all later ones"
+    for made in (Epochs, SkippingEpochs):
+        with pytest.raises(NotResumed, match=f"{words} are those from step 0 on"):
+            assert_resumes(lambda made=made: made(3), made.save, made.load, at=3, steps=6)
+    with pytest.raises(NotResumed, match="step 3, data"):
+        assert_resumes(lambda: Epochs(2), Epochs.save, Epochs.load, at=3, steps=6)
+    assert_resumes(lambda: Epochs(1), Epochs.save, Epochs.load, at=3, steps=6)
+    arguments = SkippingEpochs.save, SkippingEpochs.load
+    assert_resumes(lambda: SkippingEpochs(2), *arguments, at=3, steps=6)
 
 
 @pytest.mark.second_tier

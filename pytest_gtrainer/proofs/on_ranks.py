@@ -86,7 +86,8 @@ def exchange_on_ranks(mode: ArithmeticMode, func: Any, args: Any, kwargs: Any) -
         return func(*args, **kwargs)
     named = named_arguments(func, args, kwargs)
     group = group_of_call(named)
-    facts.notify("communicates", ranks=tuple(dist.get_process_group_ranks(group)))
+    ranks = tuple(dist.get_process_group_ranks(group))
+    facts.notify("communicates", ranks=ranks)
 
     tensors = tensors_in(args, kwargs)
     moves_floats = any(tensor.is_floating_point() for tensor in tensors)
@@ -116,7 +117,7 @@ def exchange_on_ranks(mode: ArithmeticMode, func: Any, args: Any, kwargs: Any) -
                 inputs.append(tensor if details.get("sends") else tensor.reshape(-1))
             members.append(Contribution(rank=rank, inputs=inputs, **details))
         found = _carry_out(mode, call.collective, members)[dist.get_rank(group)]
-        _write_elements(mode, call.outputs, found)
+        _write_elements(mode, call.outputs, found, ranks)
         return result
 
     if base not in COLLECTIVES:
@@ -138,7 +139,7 @@ def exchange_on_ranks(mode: ArithmeticMode, func: Any, args: Any, kwargs: Any) -
         if argument.is_write:
             targets = tensors_in(named[argument.name])
 
-    _write_elements(mode, targets, found)
+    _write_elements(mode, targets, found, ranks)
     return result
 
 
@@ -191,7 +192,10 @@ def _unpack(mode: ArithmeticMode, numbers: _SentTensor) -> Tensor:
 
 
 def _write_elements(
-    mode: ArithmeticMode, targets: Sequence[Tensor], found: Sequence[Tensor]
+    mode: ArithmeticMode,
+    targets: Sequence[Tensor],
+    found: Sequence[Tensor],
+    ranks: tuple[int, ...],
 ) -> None:
     """Give tensors on this rank the elements that a collective has made for them."""
     for target, made in zip(targets, found, strict=True):
@@ -199,6 +203,7 @@ def _write_elements(
         if value is not None:
             with without_modes():
                 mode.write(target.detach(), value.elements.reshape(target.shape), value.fits)
+        facts.notify("exchanged", output=target.detach(), ranks=ranks)
 
 
 _BY_OPERATOR: dict[str, tuple[Collective, str, str]] = {

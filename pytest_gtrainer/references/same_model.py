@@ -127,7 +127,9 @@ def assert_same_model(
             small fraction, and what would repair it.
         TypeError: an argument of another type, or a step that returns something that is no loss.
         VacuousCheck: a mesh of one rank, or one on which no rank communicates or has a part of a
-            parameter. Dimensions along which that is so are named under ``assumes`` of the proof.
+            parameter; or ranks communicate for a log alone, so other numbers in what they get
+            change no result. Dimensions along which that is so are named under ``assumes`` of the
+            proof.
         ValueError: a mesh without names, or without one of ``data_dims``; a dimension in both of
             ``data_dims`` and ``loss_dims``; equal batches; a reference without gradients, or one
             that ``parallel`` has changed; other FQNs or shapes; a pattern that matches nothing, or
@@ -284,12 +286,13 @@ def _proof_of(
         has_functions = any(side.has_functions for side in (*both.found, both.expected))
         if both.proof.kind == kind or not has_functions:
             break
-    idle = _idle_dims(both.found, mesh) if both.proof.kind == kind else ()
+    unused: Sequence[str] = ()
+    unread: Sequence[str] = ()
+    if both.proof.kind == kind:
+        unused, unread = _idle_dims(both, subject, make_arithmetic)
     proof = _against_numbers(kind, both, subject)
-    if idle and proof.kind == kind:
-        along = " or ".join(map(repr, idle))
-        says = f"nothing is parallel along {along}, so this says nothing of parallelism there"
-        proof = replace(proof, assumes=(*proof.assumes, says))
+    if proof.kind == kind:
+        proof = replace(proof, assumes=(*proof.assumes, *_said_of_idle(unused, unread)))
     if proof.kind == kind:
         of_one_batch = _said_of_one_batch(subject, both.found)
         proof = replace(proof, assumes=(*proof.assumes, *of_one_batch))
@@ -304,7 +307,7 @@ def _proof_of(
 
     if proof.kind == "another function" and kind == _LAST:
         proof = replace(proof, origin=begins())
-    return _Answer(proof, idle, begins)
+    return _Answer(proof, [*unused, *unread], begins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,22 +325,99 @@ class _Answer:
     begins: Callable[[], str]
 
 
-def _idle_dims(found: Sequence[SideResults], mesh: DeviceMesh | None) -> Sequence[str]:
-    """Return the dimensions along which no rank communicates, and none has a part of a parameter.
+def _idle_dims(
+    both: "_Both", subject: "_Subject", make_arithmetic: Callable[[], Field]
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the dimensions along which nothing is parallel: no rank has a part of a parameter.
 
-    Refuses a mesh on which that is so along all: each rank has computed the reference by itself,
-    as with a plan that matches no module.
+    Along the first ones no rank communicates. Along the second ones ranks do, as for a log, and
+    other numbers in what they get change no result.
+
+    Refuses a mesh of such dimensions alone: each rank has computed the reference by itself, as
+    with a plan that matches no module.
     """
+    mesh = subject.mesh
     if mesh is None:
-        return ()
-    used = set().union(*(side.parallel_dims for side in found))
-    if not used:
+        return (), ()
+    divided = set().union(*(side.divided_dims for side in both.found))
+    used = set().union(*(side.used_dims for side in both.found))
+    unused, unread = [], []
+    for name in mesh.mesh_dim_names or ():
+        if name in divided:
+            continue
+        if name not in used:
+            unused.append(name)
+            continue
+        alike = make_arithmetic()
+        alike.order_as(both.arithmetic)
+        if not _depends_on(name, both.found, subject, alike):
+            unread.append(name)
+    if len(unused) + len(unread) == mesh.ndim:
+        says = "no rank came to a collective in its step"
+        if unread:
+            says = (
+                "what ranks get of each other in a step, as for a log, changes no loss, gradient "
+                "or buffer"
+            )
         raise VacuousCheck(
-            f"on a mesh of {mesh.size()} ranks no rank came to a collective in its step, and none "
-            "has a part of a parameter: each has computed the unsharded model by itself, so equal "
-            "results prove nothing. Does the plan match a module, and is the mesh used?"
+            f"on a mesh of {mesh.size()} ranks {says}, and none has a part of a parameter: each "
+            "has computed the unsharded model by itself, so equal results prove nothing. Does the "
+            "plan match a module, and is the mesh used?"
         )
-    return [name for name in mesh.mesh_dim_names or () if name not in used]
+    return unused, unread
+
+
+def _depends_on(
+    dim: str, before: Sequence[SideResults], subject: "_Subject", arithmetic: Field
+) -> bool:
+    """Return whether results depend on what ranks along a dimension of the mesh get.
+
+    This is the control of a mesh: the parallel model runs again, and what its step gets of other
+    ranks along ``dim`` is changed. On real ranks every rank must call this.
+    """
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            found = _run_parallel(subject.models, subject.mesh, arithmetic, disturbed=dim)
+    except Exception:
+        return True  # such as a decision that nobody can follow with other numbers
+    # Joined losses are no longer those of a rank.
+    are_joined = bool(subject.dims) or callable(subject.models.combine)
+    for earlier, later in zip(before, found, strict=True):
+        pairs = [(earlier.gradients, later.gradients), (_after(earlier), _after(later))]
+        if not are_joined:
+            pairs.append((earlier.losses, later.losses))
+        for old, new in pairs:
+            if old.keys() != new.keys():
+                return True
+            if any(not torch.equal(own, new[key]) for key, own in old.items()):
+                return True
+    return False
+
+
+def _after(side: SideResults) -> dict[Any, Tensor]:
+    """Return the buffers that a step has changed, behind it."""
+    found = {}
+    for coordinate, changed in side.buffers.items():
+        for fqn, each in changed.items():
+            found[coordinate, fqn] = each.after
+    return found
+
+
+def _said_of_idle(unused: Sequence[str], unread: Sequence[str]) -> tuple[str, ...]:
+    """Return lines on dimensions along which nothing is parallel, if there are any."""
+    lines = []
+    if unused:
+        along = " or ".join(map(repr, unused))
+        lines.append(
+            f"nothing is parallel along {along}, so this says nothing of parallelism there"
+        )
+    if unread:
+        along = " or ".join(map(repr, unread))
+        lines.append(
+            f"nothing is parallel along {along}: what ranks get of each other there, as for a "
+            "log, changes no loss, gradient or buffer, so this says nothing of parallelism there"
+        )
+    return tuple(lines)
 
 
 def _said_of_one_batch(subject: "_Subject", found: Sequence[SideResults]) -> tuple[str, ...]:
@@ -635,28 +715,41 @@ def _run_sides(
         return _run_both_sides(models, mesh, arithmetic, follows)
 
 
-def _run_both_sides(
-    models: Models, mesh: DeviceMesh | None, arithmetic: Arithmetic, follows: bool
-) -> tuple[list[SideResults], SideResults]:
-    alike = copy.deepcopy(arithmetic)
+def _run_parallel(
+    models: Models,
+    mesh: DeviceMesh | None,
+    arithmetic: Arithmetic,
+    follows: bool = False,
+    disturbed: str = "",
+) -> list[SideResults]:
+    """Return what each rank has made; see ``Models.run_parallel``."""
     mode = ArithmeticMode(arithmetic)
     if mesh is None or has_real_ranks():
         if mesh is not None:
             mode.exchange = exchange_on_ranks
         with mode, CountReads(mode):
-            side = models.run_parallel(mode, mesh, follows)
+            side = models.run_parallel(mode, mesh, follows, disturbed)
         side.note(mode)
-        found = [side] if mesh is None else gather_objects(side)
-    else:
-        extents = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-        net = AnyOrder.of(NetModel.of_world(mesh.size()))
+        return [side] if mesh is None else gather_objects(side)
+    extents = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    net = AnyOrder.of(NetModel.of_world(mesh.size()))
 
-        def run_rank(rank: int) -> SideResults:
-            with CountReads(mode):
-                return models.run_parallel(mode, mesh_of(extents), follows)
+    def run_rank(rank: int) -> SideResults:
+        with CountReads(mode):
+            return models.run_parallel(mode, mesh_of(extents), follows, disturbed)
 
-        found = run_threads(mesh.size(), run_rank, net=net, under=mode.on_another_thread)
-        found[0].note(mode)
+    found: list[SideResults] = run_threads(
+        mesh.size(), run_rank, net=net, under=mode.on_another_thread
+    )
+    found[0].note(mode)
+    return found
+
+
+def _run_both_sides(
+    models: Models, mesh: DeviceMesh | None, arithmetic: Arithmetic, follows: bool
+) -> tuple[list[SideResults], SideResults]:
+    alike = copy.deepcopy(arithmetic)
+    found = _run_parallel(models, mesh, arithmetic, follows)
     check_local_is_used(models, mesh, found)
     # Second, as only the parallel side knows whether a schedule calls backward.
     is_scaled = {side.is_scaled for side in found}

@@ -27,6 +27,7 @@ from pytest_gtrainer._torch.fsdp2 import groups_of, parameter_groups, precisions
 from pytest_gtrainer._torch.random_states import random_states_kept, seed_torch, without_modes
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer._torch.wrapped_modules import kept_tensors, name_without_wrappers
+from pytest_gtrainer.arithmetic import hashing
 from pytest_gtrainer.arithmetic.base import Arithmetic
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode, CountReads
 from pytest_gtrainer.facts import check_type
@@ -95,8 +96,8 @@ class SideResults:
         late_buffers: of the reference: those that one backward changes for several coordinates.
         changed_parameters: the FQNs of parameters whose numbers the step has changed.
         found_buffers, wanted_buffers: what is compared of the buffers of this rank, by result.
-        parallel_dims: dimensions of the mesh along which the step of a rank communicates, or along
-            which it has a part of a parameter.
+        divided_dims: dimensions of the mesh along which this rank has a part of a parameter.
+        used_dims: dimensions of the mesh along which the step of this rank communicates.
     """
 
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -122,7 +123,8 @@ class SideResults:
     drawn: set[str] = field(default_factory=set)
     is_compiled: bool = False
     has_communicated: bool = False
-    parallel_dims: set[str] = field(default_factory=set)
+    divided_dims: set[str] = field(default_factory=set)
+    used_dims: set[str] = field(default_factory=set)
     reduced_dims: set[str] = field(default_factory=set)
     buffers: dict[int, dict[str, Changed]] = field(default_factory=dict)
     held_buffers: set[str] = field(default_factory=set)
@@ -301,9 +303,18 @@ class Models:
         return total / len(losses) if self.combine == "mean" else total
 
     def run_parallel(
-        self, mode: ArithmeticMode, mesh: DeviceMesh | None, follows: bool = False
+        self,
+        mode: ArithmeticMode,
+        mesh: DeviceMesh | None,
+        follows: bool = False,
+        disturbed: str = "",
     ) -> SideResults:
-        """Run this rank's model on this rank's batch, inside of the mode."""
+        """Run this rank's model on this rank's batch, inside of the mode.
+
+        Args:
+            follows: keep what modules return.
+            disturbed: a dimension of the mesh: what the step gets of ranks along it is changed.
+        """
         side, elements = SideResults(), Elements(mode)
         model, step = self._build_parallel(mesh)
         self._load(side, model, dict(kept_tensors(self.new_reference(elements))), mesh)
@@ -314,7 +325,7 @@ class Models:
         inputs, total = self.inputs(elements, coordinate)
         side.given.add((coordinate, total))
         calls = side.calls[coordinate] = Calls()
-        with _groups_used() as groups:
+        with _groups_used() as groups, _disturbed(mode, mesh, disturbed):
             with calls.followed(model, partial(elements_of, mode)) if follows else nullcontext():
                 loss = step(model, *inputs)
             if isinstance(loss, Tensor):
@@ -323,7 +334,10 @@ class Models:
             if side.is_scaled:
                 backward(loss, elements)
         side.reduced_dims = _reduced_dims(model, mesh)
-        side.parallel_dims = self._parallel_dims(side, model, mesh, groups)
+        if mesh is not None:
+            side.divided_dims = self._divided_dims(side, model, mesh)
+            for ranks in groups:
+                side.used_dims |= _dims_between(mesh, ranks)
         if loss is not None and not isinstance(loss, Tensor):
             raise TypeError(
                 f"the step returns {_spell_type(loss)} for the parallel model: return the loss, or "
@@ -382,16 +396,8 @@ class Models:
                 own, value = own.to_local(), placed.to_local()
             own.detach().copy_(value)
 
-    def _parallel_dims(
-        self,
-        side: SideResults,
-        model: nn.Module,
-        mesh: DeviceMesh | None,
-        groups: set[tuple[int, ...]],
-    ) -> set[str]:
-        """Return the dimensions of a mesh along which this rank communicates, or has a part."""
-        if mesh is None:
-            return set()
+    def _divided_dims(self, side: SideResults, model: nn.Module, mesh: DeviceMesh) -> set[str]:
+        """Return the dimensions of a mesh along which this rank has a part of a parameter."""
         dims = set()
         for pattern, (mesh_dim, _) in self.local.items():
             if any(fnmatchcase(name, pattern) for name in side.parts):
@@ -402,9 +408,8 @@ class Models:
             own_mesh = parameter.device_mesh
             for dim, placement in enumerate(parameter.placements):
                 if not placement.is_replicate():
-                    groups.add(tuple(dist.get_process_group_ranks(own_mesh.get_group(dim))))
-        for ranks in groups:
-            dims |= _dims_between(mesh, ranks)
+                    ranks = dist.get_process_group_ranks(own_mesh.get_group(dim))
+                    dims |= _dims_between(mesh, ranks)
         return dims
 
     def _part_of(
@@ -552,6 +557,36 @@ def _groups_used() -> Iterator[set[tuple[int, ...]]]:
 
     with facts.watching({"communicates": communicates}):
         yield found
+
+
+@contextmanager
+def _disturbed(mode: ArithmeticMode, mesh: DeviceMesh | None, dim: str) -> Iterator[None]:
+    """Change the floating-point numbers that ranks along a dimension exchange inside.
+
+    Each element becomes an unknown function of itself, so ranks that get equal numbers go on with
+    equal ones, and no norm takes the change out again as it does with a factor or a summand.
+    """
+    if mesh is None or not dim:
+        yield
+        return
+    thread = threading.get_ident()
+
+    def exchanged(output: Tensor, ranks: tuple[int, ...]) -> None:
+        # Simulated ranks are threads. The last one that comes to a collective fills all outputs.
+        if threading.get_ident() != thread or not output.is_floating_point():
+            return
+        if dim not in _dims_between(mesh, ranks):
+            return
+        value = mode.shadows.read(output)
+        with without_modes():
+            output.mul_(1.5).add_(0.25)  # a step may also read the real numbers
+            if value is not None:
+                own = mode.arithmetic.compared(value.elements)
+                hashed = hashing.mix(hashing.of_name("disturbed"), [own])
+                mode.write(output, mode.arithmetic.narrow(hashed), value.fits)
+
+    with facts.watching({"exchanged": exchanged}):
+        yield
 
 
 def _reduced_dims(model: nn.Module, mesh: DeviceMesh | None) -> set[str]:

@@ -458,6 +458,129 @@ def test_a_model_of_which_nothing_is_parallel(parallel, gt_mesh):
         assert_same_model(parallel, linear, squares, own, mesh=gt_mesh)
 
 
+def log_by_all_reduce(loss, group):
+    dist.all_reduce(loss, group=group)
+    return loss
+
+
+def log_by_functional_all_reduce(loss, group):
+    return funcol.wait_tensor(funcol.all_reduce(loss, "avg", group))
+
+
+def log_by_all_gather(loss, group):
+    dist.all_gather([torch.empty_like(loss), torch.empty_like(loss)], loss, group=group)
+
+
+def log_by_broadcast(loss, group):
+    dist.broadcast(loss, group=group, group_src=0)
+
+
+def log_by_count(loss, group):
+    dist.all_reduce(torch.tensor(3), group=group)  # of tokens
+
+
+def log_by_objects(loss, group):
+    dist.all_gather_object([None, None], {"tokens": 3}, group=group)
+
+
+def log_by_message(loss, group):
+    """Send the loss to the first rank, as for its log."""
+    if dist.get_rank(group):
+        dist.send(loss, group=group, group_dst=0)
+    else:
+        dist.recv(loss, group=group, group_src=1)
+
+
+COLLECTIVE_LOGS = [
+    *(log_by_all_reduce, log_by_functional_all_reduce, log_by_all_gather, log_by_broadcast),
+    *(log_by_count, log_by_objects),
+]
+
+
+def only_logs(log, mesh):
+    """Return a model of which each rank has all, and a step in which ranks write a log."""
+
+    def step_with_log(model, x):
+        loss = squares(model, x)
+        model.logged = log(loss.detach().clone(), mesh["tp"].get_group())
+        return loss
+
+    return linear(), step_with_log
+
+
+ONLY_A_LOG = "on a mesh of 2 ranks what ranks get of each other in a step, as for a log, changes no"
+
+
+@pytest.mark.gt_world("simulated", size=2, mesh={"dp": 1, "tp": 2})
+@pytest.mark.parametrize("log", [*COLLECTIVE_LOGS, log_by_message])
+def test_ranks_that_only_write_a_log_are_not_parallel(log, gt_mesh):
+    """The control: other numbers in what a rank gets of others have to change a result."""
+    with pytest.raises(VacuousCheck, match=ONLY_A_LOG):
+        assert_same_model(partial(only_logs, log), linear, squares, own, mesh=gt_mesh)
+
+
+@pytest.mark.second_tier
+@pytest.mark.gt_world("ranks", size=2, mesh={"dp": 1, "tp": 2})
+@pytest.mark.parametrize("log", COLLECTIVE_LOGS)
+def test_ranks_that_only_write_a_log_are_not_parallel_on_ranks(log, gt_mesh):
+    with pytest.raises(VacuousCheck, match=ONLY_A_LOG):
+        assert_same_model(partial(only_logs, log), linear, squares, own, mesh=gt_mesh)
+
+
+def rows_of_the_batch_and_a_log(mesh):
+    def step_with_log(model, x):
+        loss = squares(model, x)
+        log_by_all_reduce(loss.detach().clone(), mesh["tp"].get_group())
+        return loss
+
+    return rows_of_the_batch(mesh), step_with_log
+
+
+@pytest.mark.gt_world("simulated", size=4, mesh={"dp": 2, "tp": 2})
+def test_a_dimension_along_which_ranks_only_write_a_log(gt_mesh):
+    proof = assert_same_model(rows_of_the_batch_and_a_log, linear, squares, own, mesh=gt_mesh)
+    says = (
+        "nothing is parallel along 'tp': what ranks get of each other there, as for a log, "
+        "changes no loss, gradient or buffer, so this says nothing of parallelism there"
+    )
+    assert proof.assumes == (says,)
+
+
+def normalised(mesh):
+    """Return a model whose ranks add in front of a norm, which takes out a factor and a summand."""
+
+    def added(model, x):
+        half = x / 2
+        total = funcol.all_reduce(half, "sum", mesh["tp"].get_group())
+        return squares(model, nn.functional.layer_norm(total, total.shape[-1:]))
+
+    return linear(), added
+
+
+def squares_of_norm(model, x):
+    return squares(model, nn.functional.layer_norm(x, x.shape[-1:]))
+
+
+def scaled_by_a_number(mesh):
+    """Return a model whose ranks agree on a number that the step reads, and multiplies by."""
+
+    def step_of_rank(model, x):
+        ones = torch.ones(1)
+        dist.all_reduce(ones, group=mesh["tp"].get_group())
+        return squares(model, x) * (ones.item() / 2)
+
+    return linear(), step_of_rank
+
+
+@pytest.mark.gt_world("simulated", size=2, mesh={"dp": 1, "tp": 2})
+@pytest.mark.parametrize(
+    ("parallel", "step"), [(normalised, squares_of_norm), (scaled_by_a_number, squares)]
+)
+def test_what_ranks_exchange_is_no_log_if_results_depend_on_it(parallel, step, gt_mesh):
+    proof = assert_same_model(parallel, linear, step, own, mesh=gt_mesh)
+    assert not any("along 'tp'" in each for each in proof.assumes)
+
+
 @pytest.mark.second_tier
 @pytest.mark.gt_world("ranks", size=2, mesh={"dp": 1, "tp": 2})
 def test_a_model_of_which_nothing_is_parallel_on_ranks(gt_mesh):

@@ -108,13 +108,17 @@ class Meeting(Awaited):
 
         for call, values in zip(calls, results, strict=True):
             for output, value in zip(call.outputs, values, strict=True):
-                _fill(output, value)
+                _fill(output, value, self.meeting_place.ranks)
 
         self.calls.clear()  # a work may outlive the tensors
 
 
-def _fill(output: Tensor, values: Tensor) -> None:
-    """Write ``values`` to ``output``, which must have as many elements and the same dtype."""
+def _fill(output: Tensor, values: Tensor, ranks: tuple[int, ...]) -> None:
+    """Write ``values`` to ``output``, which must have as many elements and the same dtype.
+
+    Args:
+        ranks: those that exchange something.
+    """
     if texts([output]) != texts([values]):
         raise ValueError(
             f"a collective gives {texts([values])}, but its output is {texts([output])}: "
@@ -122,6 +126,7 @@ def _fill(output: Tensor, values: Tensor) -> None:
         )
     # .data: autograd does not see that a collective writes, as it does not with other backends.
     output.data.copy_(values.detach().reshape(output.shape))
+    notify("exchanged", output=output.data, ranks=ranks)
 
 
 Route = tuple[int, int, int]  # from which rank to which, of the world, under which tag
@@ -144,7 +149,7 @@ class Message(Awaited):
                 f"rank {source} sends {texts([sent])} to rank {destination}, "
                 f"which receives {texts([self.tensor])}"
             )
-        _fill(self.tensor, sent)
+        _fill(self.tensor, sent, (source, destination))
 
 
 class MeetingPlace:

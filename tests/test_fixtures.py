@@ -11,6 +11,8 @@ import torch._dynamo
 import torch._inductor.test_operators
 import torch.distributed as dist
 
+from pytest_gtrainer import devices
+
 
 def test_gt_deterministic_is_on_during_the_test(gt_deterministic):
     assert torch.are_deterministic_algorithms_enabled()
@@ -168,3 +170,15 @@ def test_values_compared_where_no_data_moves_are_counted(pytester):
         "1 values compared in a simulated world outside of a simulation, where collectives move "
         "no data"
     )
+
+
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"])
+def test_devices_are_looked_for_again_when_a_variable_of_cuda_changes(request, monkeypatch, name):
+    """Which they are, and in which order; every test asks."""
+    monkeypatch.delenv(name, raising=False)
+    before = devices.resolve(request.config)
+    assert devices.resolve(request.config) is before
+    monkeypatch.setenv(name, "")
+    assert devices.resolve(request.config) is not before
+    monkeypatch.delenv(name)
+    assert devices.resolve(request.config) == before

@@ -137,12 +137,16 @@ class _ChunkedForward:
         """Return what may choose the operators of a forward, but for the numbers of tensors.
 
         Batch normalisation mixes rows in training alone, and attention may be reached only with a
-        mask, or by a switch of a module.
+        mask, by a switch of a module, or where gradients are needed.
         """
         way: list[Hashable] = [torch.is_grad_enabled()]
+        way += [parameter.requires_grad for parameter in self.module.parameters()]
         for name, value in arguments.items():
-            # As text, because symbolic extents have no hash.
-            way.append((name, type(value), tensor_text(value) if isinstance(value, Tensor) else ""))
+            text = ""
+            if isinstance(value, Tensor):
+                # As text, because symbolic extents have no hash.
+                text = f"{tensor_text(value)}, {value.requires_grad}"
+            way.append((name, type(value), text))
         for module in self.module.modules():
             for name, value in vars(module).items():
                 if _is_plain(value):

@@ -484,6 +484,11 @@ class Switched(nn.Module):
 
 LATER = {
     "training": ("norm", lambda block: block.train()(X)),
+    "training of a part": ("norm", lambda block: (block.norm.train(), block(X))),
+    "a setting of a part": (
+        lambda block, *_: block.layer.in_features == 9,
+        lambda block: (setattr(block.layer, "in_features", 9), block(X)),
+    ),
     "mask": (lambda *given: given[2] is not None, lambda block: block(X, torch.ones(4, 6))),
     "attribute": (lambda block, *_: block.on, lambda block: (setattr(block, "on", True), block(X))),
     "list": (lambda block, *_: block.sizes[0], lambda block: (block.sizes.insert(0, 1), block(X))),
@@ -517,6 +522,32 @@ def test_a_later_forward_of_another_way_is_judged(name):
     block(X)
     with pytest.raises(ChunkError, match=r"in layers\.0 (brings into rows|takes batch statistics)"):
         later(block)
+
+
+def test_a_forward_that_mixes_rows_of_what_needs_a_gradient_is_refused():
+    block = Switched(lambda _, x, mask: x.requires_grad).eval()
+    eager_chunked(Net(block), BATCH)
+    with torch.no_grad():
+        block(X)
+    with pytest.raises(ChunkError, match=r"in layers\.0 brings into rows"):
+        block(X)
+
+
+def test_an_input_that_needs_a_gradient_is_another_way():
+    block, mask = Switched(lambda _, x, mask: mask.requires_grad).eval(), torch.ones(4, 6)
+    eager_chunked(Net(block), BATCH)
+    block(X, mask)
+    with pytest.raises(ChunkError, match=r"in layers\.0 brings into rows"):
+        block(X, mask.requires_grad_())
+
+
+def test_a_frozen_parameter_is_another_way():
+    block = Switched(lambda _, x, mask: not x.requires_grad).eval()
+    eager_chunked(Net(block), BATCH)
+    block(X)
+    block.layer.requires_grad_(False)
+    with pytest.raises(ChunkError, match=r"in layers\.0 brings into rows"):
+        block(X)
 
 
 def test_a_forward_of_one_way_is_judged_once():

@@ -99,6 +99,29 @@ def test_a_gradient_that_nobody_has_reduced_is_named_as_not_compared(placement):
     assert [fact["what"] for fact in facts.of_kind(seen, "idle")] == expected
 
 
+def test_a_gradient_that_is_not_reduced_over_another_dimension_is_named():
+    def compare_replicas(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        weight = DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()] * 2, run_check=False)
+        model = torch.nn.Linear(2, 2, bias=False)
+        model.weight = torch.nn.Parameter(weight)
+        own = torch.full((2, 2), float(rank % 2))
+        model.weight.grad = DTensor.from_local(own, mesh, [Replicate(), Partial()], run_check=False)
+        assert_replicas_equal(model, mesh, "dp")
+
+    with facts.collecting() as seen:
+        run_threads(4, compare_replicas, net=NetModel(nodes=1, ranks_per_node=4))
+    said = [fact["what"] for fact in facts.of_kind(seen, "idle")]
+    assert (
+        said
+        == [
+            "the gradient of weight is (Replicate(), Partial(sum)): ranks hold summands, which were "
+            "not compared"
+        ]
+        * 4
+    )
+
+
 @pytest.mark.gt_world("fake", size=4)
 def test_fake_groups_have_no_replicas_to_compare(gt_mesh):
     """A gather among fake ranks gives what was there: nothing could differ."""

@@ -320,25 +320,3 @@ def test_a_backward_that_changes_a_buffer_of_several_batches_is_named(gt_mesh):
         "buffers that the reference changes in its backward, once for all batches, are not "
         "compared: count"
     )
-
-
-@pytest.mark.gt_world("simulated", size=2, mesh={"dp": 2})
-def test_a_buffer_that_the_backward_puts_back_is_named(gt_mesh):
-    """The forward has changed it, and at the end it is as before."""
-
-    class PutsBack(Model):
-        def forward(self, x):
-            with torch.no_grad():
-                self.count.add_(1)
-            y = super().forward(x)
-            y.register_hook(self.put_back)
-            return y
-
-        def put_back(self, gradient):
-            self.count.sub_(1)
-
-    def parallel(mesh):
-        return fully_shard(PutsBack(), mesh=mesh["dp"])
-
-    proof = assert_same_model(parallel, PutsBack, step, batch, mesh=gt_mesh)
-    assert proof.assumes[-1].endswith("once for all batches, are not compared: count")

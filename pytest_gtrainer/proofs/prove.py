@@ -834,7 +834,7 @@ def _equal(
     assumes += _assumed_of_empty(programs, answer.runs)
     return Proof(
         kind,
-        compared=_count_results(programs[1], answer.runs[1]),
+        compared=_count_results(programs, answer.runs[1]),
         first=first,
         origin=origin,
         assumes=assumes,
@@ -901,15 +901,15 @@ def _is_in_world(programs: Sequence[Program]) -> bool:
     return program.world is not None or isinstance(program, GraphOnRanks)
 
 
-def _count_results(program: Program, run: ProgramRun) -> int:
-    """Count the results of all ranks; of a run on one rank too."""
+def _count_results(programs: Sequence[Program], run: ProgramRun) -> int:
+    """Count the results on all ranks, also where one rank has run for all."""
+    program, count = programs[1], len(run.results)
     ranks = {rank for _, rank in run.results} - {None}
-    count = len(run.results)
     if len(ranks) == 1 and isinstance(program, GraphProgram) and program.world is not None:
         # One rank has run for all. Its results count once for each of the others, too.
         others = net_of_any(program.world).size - 1
         count += others * sum(rank is not None for _, rank in run.results)
-    return count
+    return sum(program.gather_from_all_ranks(count))  # each real rank has its own results
 
 
 def _different(
@@ -925,9 +925,10 @@ def _different(
     float64, leave that open.
     """
     first = _first_difference_on_all_ranks(programs, actual, expected)
+    compared = _count_results(programs, expected)
     if first is None:
         reason = f"not {kind}: {_apart_in_real_numbers(kind, actual, expected)}"
-        return Proof("unknown", len(expected.results), reason=reason, seconds=seconds)
+        return Proof("unknown", compared, reason=reason, seconds=seconds)
 
     own_operators = unlike_operators([actual.arithmetic], [expected.arithmetic])
     unlike = sorted(set().union(*programs[0].gather_from_all_ranks(own_operators)))
@@ -945,9 +946,7 @@ def _different(
 
     if unlike and factor is None and first.element is not None:
         reason = describe_unlike(unlike)
-        return Proof(
-            "unknown", len(expected.results), first, origin, reason=reason, seconds=seconds
-        )
+        return Proof("unknown", compared, first, origin, reason=reason, seconds=seconds)
 
     weakest = kind == "rounds elsewhere"
     if weakest and (first.element is not None or first.says.endswith(KNOWN)):
@@ -958,12 +957,10 @@ def _different(
         decisions = actual.arithmetic.decisions + expected.arithmetic.decisions
         reason = agreement(compare, decides=_on_any_rank(programs, decisions > 0))
         if reason:
-            return Proof(
-                "unknown", len(expected.results), first, origin, reason=reason, seconds=seconds
-            )
+            return Proof("unknown", compared, first, origin, reason=reason, seconds=seconds)
     return Proof(
         "another function" if weakest else "unknown",
-        compared=len(expected.results),
+        compared=compared,
         first=first,
         origin=origin,
         factor=factor,

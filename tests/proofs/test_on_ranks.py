@@ -325,6 +325,8 @@ def test_a_pass_is_proven_on_real_ranks(gt_mesh, gt_world):
     )
     proof = prove(bucketed, gm, world=gt_world)
     assert proof.kind == "reordered", str(proof)
+    # The loss and six gradients on each of three ranks.
+    assert proof.compared == 3 * (1 + 6)
     with pytest.raises(ValueError, match=r"at_least='identical' on real ranks"):
         prove(bucketed, gm, world=gt_world, at_least="identical")
 
@@ -358,6 +360,7 @@ def test_a_difference_on_the_last_rank_alone_is_told_on_all(gt_mesh, gt_world):
     proof = prove(wrong, gm, world=gt_world)
     assert proof.kind == "another function", str(proof)
     assert (proof.first.rank, proof.factor) == (1, 3)
+    assert proof.compared == 2 * (1 + 6)
     assert "begins at node mul" in str(proof)
 
 

@@ -144,9 +144,13 @@ REPLACED = {
     "_torch/passes.py": {"torch.distributed.is_nccl_available"},
     # in ranks alone
     "ranks/inside/debugger.py": {"torch.distributed.breakpoint"},
+    # sends and receives are counted
     "ranks/inside/messages.py": {
-        "torch.distributed.ProcessGroup...."
-    },  # sends and receives are counted
+        "torch.distributed.ProcessGroup.send",
+        "torch.distributed.ProcessGroup.recv",
+        "torch.distributed.ProcessGroup.recv_anysource",
+        "torch.distributed.ProcessGroup.monitored_barrier",
+    },
     # settings, which are put back
     "_torch/modes.py": {
         "torch.backends.cuda.matmul.fp32_precision",
@@ -183,6 +187,20 @@ def test_nothing_else_of_torch_or_pytest_is_replaced():
         file: {name for name in names if not name.endswith(counts)} for file, names in found.items()
     }
     assert found == REPLACED
+
+
+def test_the_architecture_names_the_public_functions_that_are_replaced():
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    section = page.partition("## What of torch is replaced")[2].partition("\n## ")[0]
+    missing = []
+    for file, names in REPLACED.items():
+        if file == "_torch/modes.py":
+            continue  # settings
+        for name in sorted(names):
+            last = name.rpartition(".")[2]
+            if not is_private(name) and not last.startswith("__") and last not in section:
+                missing.append(name)
+    assert not missing
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Sends and receives of a rank, counted by the group they are issued on.
 
 gloo counts them among the collectives, in which all ranks must agree; in messages ranks may differ.
-It also counts those of ``monitored_barrier``, in which the first rank hears and answers each other.
-The counting function stands in a file of its own because gloo may wait inside of it: ``answers``
-knows the file, so that the rank is seen to wait in the call of torch that the test made.
+It also counts those inside ``monitored_barrier``, where rank 0 receives from every other rank and
+answers it. gloo may wait inside the counting function. ``answers`` knows this file, so it reports
+that the rank waits in the call of torch that the test made.
 """
 
 import functools
@@ -48,11 +48,8 @@ def count_messages(issued: Counts, balance: Counts) -> None:
 
         return counted
 
-    wrappers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-        "send": functools.partial(counting, step=1),
-        "recv": functools.partial(counting, step=-1),
-        "recv_anysource": functools.partial(counting, step=-1),
-        "monitored_barrier": as_one_collective,
-    }
-    for name, wrapper in wrappers.items():
-        setattr(dist.ProcessGroup, name, wrapper(getattr(dist.ProcessGroup, name)))
+    group = dist.ProcessGroup
+    dist.ProcessGroup.send = counting(group.send, step=1)
+    dist.ProcessGroup.recv = counting(group.recv, step=-1)
+    dist.ProcessGroup.recv_anysource = counting(group.recv_anysource, step=-1)
+    dist.ProcessGroup.monitored_barrier = as_one_collective(group.monitored_barrier)

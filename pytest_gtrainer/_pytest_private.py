@@ -67,7 +67,7 @@ def unconfigure(config: pytest.Config) -> None:
 def warn_of_unhandled(config: pytest.Config) -> None:
     """Warn of each exception that ended a thread, or that nobody could raise, as in ``__del__``.
 
-    pytest warns of those of a test behind each of its phases, and of others at the next one.
+    pytest warns of those of a test after each of its phases, and of others at the next one.
     """
     for plugin, collect in (
         ("threadexception", collect_thread_exception),

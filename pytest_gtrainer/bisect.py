@@ -156,7 +156,7 @@ class Bisection:
         total: the number of passes.
         number: the place among all, from 1, of the pass that changes a bit.
         name: that pass, with its options.
-        verdict: how the results behind that pass differ from those before all passes, on this rank.
+        verdict: how the results after that pass differ from those before all passes, on this rank.
         node: how the first value differs that both graphs have, or else the first result; None if
             none differs on this rank.
         where: that node in words, with the rank where all ranks are in this process; or the state.
@@ -165,7 +165,7 @@ class Bisection:
             given.
         silent: inputs on which every result was NaN: there, no pass could be seen to change a bit.
         nan: results that are nothing but NaN on the given inputs, if others are numbers.
-        refuses: the error of the graph behind that pass, if it raises and the one before does not.
+        refuses: the error of the graph after that pass, if it raises and the one before does not.
         every: whether every prefix of the passes was replayed. If not, "equal" says that all of
             them together change no bit.
     """
@@ -331,7 +331,7 @@ def bisect_extremes(
 
 
 def bisect_towards(stages: Sequence[Stage], run: RunGraph, expected: Values) -> Bisection | None:
-    """Find the pass behind the longest prefix that gives ``expected``, which may be a part of the
+    """Find the pass after the longest prefix that gives ``expected``, which may be a part of the
     values.
 
     The outcome is "equal" if all passes give it. Returns None if no prefix does.
@@ -376,7 +376,7 @@ class _PassSearch:
         if every:
             guilty = next(filter(self.differs, range(1, last + 1)), 0)
         elif last and self.differs(last):
-            # From the last pass down to the first, the equal prefixes are behind the different
+            # From the last pass down to the first, the equal prefixes are after the different
             # ones.
             downwards = range(last - 1, 0, -1)
             different = bisect_left(downwards, True, key=lambda number: not self.differs(number))
@@ -389,7 +389,7 @@ class _PassSearch:
         return replace(equal, nan=tuple(only_nan(self._results)))
 
     def differs(self, number: int) -> bool:
-        """Return whether the graph behind that many passes gives other bits, on any rank.
+        """Return whether the graph after that many passes gives other bits, on any rank.
 
         Every rank must call it.
         """
@@ -400,7 +400,7 @@ class _PassSearch:
             raise  # another rank has ended, or is late
         except Exception as error:
             self._refused[number] = (
-                "the graph behind the pass refuses the inputs that the graph before it takes: "
+                "the graph after the pass refuses the inputs that the graph before it takes: "
                 f"{type(error).__name__}: {error}"
             ).partition("\n")[0]
             self._verdicts[number] = Verdict("different", reasons=(self._refused[number],))
@@ -420,7 +420,7 @@ class _PassSearch:
         verdict = self._verdicts[guilty]
         own = self._refused.get(guilty, "")
         if on_any_rank(bool(own)):
-            refuses = own or "on another rank the graph behind the pass refuses the inputs"
+            refuses = own or "on another rank the graph after the pass refuses the inputs"
             found = Bisection("different", last, guilty, name, verdict, refuses=refuses)
             return replace(found, replays=self.replays)
         differing = [one.key for one in verdict.differences]
@@ -471,7 +471,7 @@ def _find_state(
     before: fx.GraphModule,
     after: fx.GraphModule,
 ) -> Origin:
-    """Return the state that differs behind equal results.
+    """Return the state that differs after equal results.
 
     With it come the new nodes that write in place or draw random numbers.
     """
@@ -555,7 +555,7 @@ class _Pipeline:
         return self._explain_replays()
 
     def _kind(self, found: Bisection, inputs: Sequence[Any] | None) -> str:
-        """Return in a line which kind of equal the graphs before and behind the pass are."""
+        """Return in a line which kind of equal the graphs before and after the pass are."""
         before, after = self.stages[found.number - 1].gm, self.stages[found.number].gm
         call = "prove(after, before), of the graphs that apply_graph_passes(observer=...) gives,"
         if inputs is None or any(map(is_collective, nodes_within(before))):

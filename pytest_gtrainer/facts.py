@@ -265,7 +265,7 @@ def unpacked(text: str, *, most: int = MOST_UNPACKED) -> str:
 TO_ACCEPT = "to accept what was obtained:"
 """Stands in the message of a golden that differs, in front of the command that accepts it."""
 NEXT = "gtrainer next"
-"""The title of a section of a failure that says, behind a colon, what to run next."""
+"""The title of a section of a failure that says, after a colon, what to run next."""
 
 
 def spell_counts(counts: Mapping[str, int]) -> str:

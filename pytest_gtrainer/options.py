@@ -269,7 +269,7 @@ def add(parser: pytest.Parser) -> None:
             group.addoption(option.flag, action="store_true", default=None, help=option.help)
             for choice in option.choices or ():
                 # An option string of its own: if the flag took an optional value (nargs="?"),
-                # argparse would take a path behind the flag for it.
+                # argparse would take a path after the flag for it.
                 group.addoption(
                     f"{option.flag}={choice}",
                     dest=option.ini,

@@ -51,7 +51,7 @@ FACTS = pytest.StashKey[list[facts.Fact]]()
 _SIMULATED = pytest.StashKey[set[Path]]()
 """The test files in which a simulation ran."""
 _FAKE_VALUES = (
-    "the process groups of a {} world move no data, so values behind a collective mean nothing "
+    "the process groups of a {} world move no data, so values after a collective mean nothing "
     'here: use gt_world("ranks"), or simulate_eager in a simulated world'
 )
 
@@ -137,7 +137,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not is_rank(config):
         config.pluginmanager.register(RanksPlugin(config), "gtrainer-ranks")
         if is_repeated:
-            # Behind the ranks: pytest asks the plugin first that was registered last.
+            # After the ranks: pytest asks the plugin first that was registered last.
             config.pluginmanager.register(Repeats(config), "gtrainer-repeats")
         config.pluginmanager.register(UnusedGoldens(config, goldens), "gtrainer-unused-goldens")
         config.pluginmanager.register(SummaryPlugin(config), "gtrainer-summary")

@@ -99,7 +99,7 @@ def test_an_assert_on_values_of_a_fake_group_says_where_values_are_true(pytester
     result = pytester.runpytest_inprocess().stdout.str()
     assert (
         result.count(
-            "world move no data, so values behind a collective mean nothing here: use gt_world"
+            "world move no data, so values after a collective mean nothing here: use gt_world"
         )
         == 2
     )

@@ -106,7 +106,7 @@ def instead_of_compile_fx(made: Callable[[CompileFx], CompileFx]) -> Iterator[No
     """Let ``torch.compile`` call ``made(compile_fx)`` in the place of Inductor's ``compile_fx``.
 
     It is called with Dynamo's graph and the user's options. Its ``inner_compile`` gets each graph
-    behind the partitioner, with ``is_backward`` and ``is_inference``.
+    after the partitioner, with ``is_backward`` and ``is_inference``.
     """
     # ``torch.compile`` looks the name up each time that it compiles.
     own = compile_fx_module.compile_fx

@@ -1,6 +1,6 @@
 """FlexAttention by its dense formula on the CPU, forward and backward.
 
-- ``_validate_device`` refuses CPU tensors that require a gradient. The operator behind it has a
+- ``_validate_device`` refuses CPU tensors that require a gradient. The operator below it has a
   dense backward, which runs where autograd calls it.
 - ``_TorchCompileInductorWrapper`` gives the graphs of ``torch.compile`` to Inductor, which has no
   backward of FlexAttention for the CPU.

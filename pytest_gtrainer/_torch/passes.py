@@ -103,7 +103,7 @@ def log_artefact(name: str, content: object) -> None:
 
 
 def sort_as_inductor(graph: fx.Graph) -> None:
-    """Put late nodes right behind their operands, as Inductor does behind a user's pass.
+    """Put late nodes right after their operands, as Inductor does after a user's pass.
 
     Raises ValueError for a cycle.
     """
@@ -121,7 +121,7 @@ def sort_as_inductor(graph: fx.Graph) -> None:
         stable_topological_sort(graph)
     except AssertionError:
         raise ValueError(
-            f"the graph has a cycle behind a pass: {node.name} stands before its operand"
+            f"the graph has a cycle after a pass: {node.name} stands before its operand"
         ) from None
 
 
@@ -172,7 +172,7 @@ def is_extra_group(name: str) -> bool:
 
 
 def add_control_dependencies(graph: fx.Graph, after: Mapping[fx.Node, fx.Node]) -> None:
-    """Let Inductor keep each node behind another one that it does not read.
+    """Let Inductor keep each node after another one that it does not read.
 
     Each node becomes the body of a higher-order operator ``control_deps``, which keeps its name and
     metadata. Imports Inductor, which takes seconds.

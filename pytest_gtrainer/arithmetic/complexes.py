@@ -1,6 +1,6 @@
 """Complex numbers: pairs of real ones, a real and an imaginary part.
 
-The memory of a complex tensor is that of its parts, one behind the other, so its shadow is that of
+The memory of a complex tensor is that of its parts, one after the other, so its shadow is that of
 ``torch.view_as_real``. An operator on abstract complex numbers is made of real ones here. What is
 not here is unknown.
 """

@@ -779,8 +779,8 @@ class FieldWithExponents(Field):
 
     An element has a number modulo P, and an exponent modulo Q: exp is ``ROOT`` to that power
     (Mirage, OSDI 2025, section 5.1). The exponent of an input is another random number. It follows
-    the number through sums and products, but it is a pseudo-random function of the number behind
-    any other function, and behind a product with the result of one: so it does not matter in how
+    the number through sums and products, but it is a pseudo-random function of the number after
+    any other function, and after a product with the result of one: so it does not matter in how
     many factors an exp was computed. As no number modulo P has a logarithm modulo P, log gives an
     exponent, and a sign for a number that is minus a power of ``ROOT``.
 

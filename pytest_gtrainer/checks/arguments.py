@@ -578,7 +578,7 @@ def _call_mismatches(pattern: CallPattern, node: fx.Node, subject: Subject) -> I
 def _slots_for(
     patterns: Sequence[Argument], slots: Sequence[Slot], subject: Subject
 ) -> Sequence[Slot]:
-    """Return the given arguments, with or without the defaults behind them, as a pattern asks.
+    """Return the given arguments, with or without the defaults after them, as a pattern asks.
 
     ``sum(_, [0], False)`` is ``sum(x, [0])``, and the other way round.
     """
@@ -641,7 +641,7 @@ def _items_mismatch(
     elif len(slots) != len(patterns):
         return f"there are {len(slots)}, expected {len(patterns)}: ({shown})"
 
-    # All of them: an item that certainly differs decides, even behind one that may differ.
+    # All of them: an item that certainly differs decides, even after one that may differ.
     differences: list[str | None] = []
     for pattern, slot in zip(patterns, slots, strict=True):
         number = len(differences) + 1

@@ -84,12 +84,12 @@ def assert_pass_bitwise(
 
     Raises:
         BitwiseDifference: an output, or a state that a graph leaves, differs; with the first node
-            whose value does, and the nodes that the pass made there. Or the graph behind the pass
+            whose value does, and the nodes that the pass made there. Or the graph after the pass
             raises an error on inputs that the graph before it takes.
         ControlFailed: the outputs do not depend on the inputs, or one of them is NaN on all of
             them.
         SameGraph: the pass changed nothing: both are one graph, or copies of one.
-        RuntimeError: the graph behind the pass reads a collective's result before a wait.
+        RuntimeError: the graph after the pass reads a collective's result before a wait.
         ValueError: under a fake process group, whose collectives move no data; fewer than two
             seeds; an input that cannot be made up; guards that forbid all other sizes than the
             example.
@@ -137,7 +137,7 @@ def assert_pass_bitwise(
         idle = f"{what}: every output is NaN on {extreme}, so these inputs prove nothing"
         facts.emit("idle", what=idle)
     _refuse_new_aliases(before, after, what, first)
-    # The control comes last: one rank alone may fail it, and nothing behind it communicates.
+    # The control comes last: one rank alone may fail it, and nothing after it communicates.
     control = compare_control(of_seeds[0], of_seeds[1])
     always_nan = set.intersection(*nan)
     if always_nan:
@@ -199,7 +199,7 @@ def _require_equal(
                 kind_in_words(
                     lambda: prove(after, before, inputs=inputs),
                     nodes=len(before.graph.nodes),
-                    call="prove(after, before), of the graphs behind and before the pass,",
+                    call="prove(after, before), of the graphs after and before the pass,",
                 )
             )
         message = "\n".join([*lines, str(found.verdict), str(found)])

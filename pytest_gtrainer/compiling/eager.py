@@ -81,7 +81,7 @@ class EagerTrace:
         if len(results) != self.n_outputs:
             raise NoMeaning(
                 f"Dynamo's graph has {counted(len(results), 'output')}, that of AOTAutograd "
-                f"{self.n_outputs}: views of inputs, for example, are made behind it"
+                f"{self.n_outputs}: views of inputs, for example, are made after it"
             )
         if not tangents:
             return results
@@ -127,7 +127,7 @@ class EagerTrace:
 
 
 def _flat(values: Sequence[Any]) -> list[Any]:
-    """Return local tensors, that of a DTensor with None behind it, in the place of its mesh."""
+    """Return local tensors, that of a DTensor with None after it, in the place of its mesh."""
     found: list[Any] = []
     with torch.no_grad():
         for value in values:

@@ -2,7 +2,7 @@
 
 Every stage is made a function of the same inputs: those of Dynamo's graph, and a gradient for each
 output (a *tangent*). Dynamo's graph runs with autograd; the joint graph computes both directions;
-behind the partitioner the backward gets what the forward keeps for it. Results are the outputs, the
+after the partitioner the backward gets what the forward keeps for it. Results are the outputs, the
 gradients of the inputs, and what is written to inputs. A stage that is not identical to the one
 before is looked for in the passes between them.
 """
@@ -354,7 +354,7 @@ class _Layout:
                         values.setdefault(node.name, value)
                 own = own[: self._n_outputs]
             results += own
-        if not self.has_backward:  # behind the outputs is what the forward keeps
+        if not self.has_backward:  # after the outputs is what the forward keeps
             return self._with_results(whole, results[: self._n_outputs], [])
         return self._with_results(whole, *self._split(results))
 
@@ -428,7 +428,7 @@ class _Layout:
         if len(outputs) != self._n_outputs:
             raise NoMeaning(
                 f"Dynamo's graph has {counted(len(outputs), 'output')}, that of AOTAutograd "
-                f"{self._n_outputs}: views of inputs, for example, are made behind it"
+                f"{self._n_outputs}: views of inputs, for example, are made after it"
             )
         gradients: Sequence[Tensor | None] = []
         if self.has_backward and self.tangents:

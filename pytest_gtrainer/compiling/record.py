@@ -19,11 +19,11 @@ STAGES = {
     "dynamo": "the graph that Dynamo gave to Inductor",
     "joint": "the joint graph of forward and backward, before Inductor's passes; of inference the "
     "forward",
-    "joint_after_passes": "the joint graph behind Inductor's passes",
+    "joint_after_passes": "the joint graph after Inductor's passes",
     "forward": "the forward graph, as the partitioner left it",
-    "forward_after_passes": "the forward graph behind the post-grad passes",
+    "forward_after_passes": "the forward graph after the post-grad passes",
     "backward": "the backward graph, as the partitioner left it",
-    "backward_after_passes": "the backward graph behind the post-grad passes",
+    "backward_after_passes": "the backward graph after the post-grad passes",
 }
 """The stages of a compiled graph, in the order in which they are reached."""
 
@@ -71,7 +71,7 @@ class RecordedPass:
 
     @property
     def gm(self) -> fx.GraphModule:
-        """The graph behind the pass, which ``gt_golden.check(run)`` checks."""
+        """The graph after the pass, which ``gt_golden.check(run)`` checks."""
         return self.after
 
     @property
@@ -97,7 +97,7 @@ class CompiledGraph:
         passes: the runs of passes, in order.
         code: Inductor's generated code, by "forward" and "backward".
         inputs: copies of the inputs of the first call, by "forward" and "backward".
-        is_late: whether the backward was first compiled behind the block.
+        is_late: whether the backward was first compiled after the block.
     """
 
     id: str
@@ -132,7 +132,7 @@ class CompiledGraph:
     def launches(self, direction: str = "forward") -> list[str]:
         """Return the calls of the generated code in order: collectives, library and fused kernels.
 
-        Inductor's scheduler runs behind all passes on graphs, and may use another order than the
+        Inductor's scheduler runs after all passes on graphs, and may use another order than the
         last graph.
 
         Raises:
@@ -400,7 +400,7 @@ class CompileRecord:
             place: the index of the compiled graph; None for the only one.
 
         Raises:
-            AssertionError: one does not come behind the one before it.
+            AssertionError: one does not come after the one before it.
             NotRecorded: no code was generated.
             ValueError: no name, or one only, so that there is no order.
         """
@@ -415,7 +415,7 @@ class CompileRecord:
                 if fnmatch.filter((launch, launch.rpartition(".")[2]), name):
                     break
             else:
-                behind = f" behind {names[number - 1]!r}" if number else ""
+                behind = f" after {names[number - 1]!r}" if number else ""
                 listed = "\n".join(f"  {i:3} {each}" for i, each in enumerate(launches))
                 raise FailedCheck(
                     f"the {direction} does not launch {name!r}{behind}; it launches\n{listed}"

@@ -89,7 +89,7 @@ def _copy(gm: fx.GraphModule, compiled: CompiledGraph, stage: str) -> fx.GraphMo
     """Copy a graph with the names of Dynamo's inputs."""
     copy = adopt(gm, compiled.stages.get("dynamo", gm))
     copy.meta.pop("gt_stage", None)
-    # A graph behind the partitioner has one direction, whatever its nodes had in the joint graph.
+    # A graph after the partitioner has one direction, whatever its nodes had in the joint graph.
     if stage in ("forward", "backward"):
         for node in copy.graph.nodes:
             if node.op != "placeholder":
@@ -159,7 +159,7 @@ class _Recorder(logging.Handler):
     ) -> Callable[..., Any]:
         def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
             stage = "backward" if options.get("is_backward") else "forward"
-            # AOTAutograd compiles a backward when it is first called, maybe behind the block.
+            # AOTAutograd compiles a backward when it is first called, maybe after the block.
             compiled.is_late |= not self.is_open
 
             def keep_inputs(inputs: list[Any]) -> None:
@@ -248,7 +248,7 @@ class _Recorder(logging.Handler):
             self._read_pass(slot, begins=begins)
 
     def _read_phase(self, *, is_joint: bool, begins: bool) -> None:
-        """Follow the passes of the joint graph, or those behind the partitioner.
+        """Follow the passes of the joint graph, or those after the partitioner.
 
         They begin inside ``compile_fx``, or inside the forward's compilation for inference. Inside
         them torch runs the same passes on each body of a higher-order operator.

@@ -56,7 +56,7 @@ class Expectation(NamedTuple):
     expected: str
     obtained: str
     digest: str  # of the file when it was imported
-    # Line and column behind the call; zeros if only its line is known.
+    # Line and column after the call; zeros if only its line is known.
     end_line: int = 0
     end_column: int = 0
 

@@ -2,7 +2,7 @@ r"""Read a traced graph: its nodes, its collectives, and the layout of its paylo
 
 Begin with ``nodes``, then ``collectives``, ``bucket_plan`` and ``layout``. Here are paths of names,
 ``layers.0.wq``, without torch. A name that holds a dot itself, as a key of a dictionary may, keeps
-it behind a backslash: ``d["a.b"]`` is ``d.a\.b``.
+it after a backslash: ``d["a.b"]`` is ``d.a\.b``.
 """
 
 import re

@@ -265,7 +265,7 @@ def managed_order(parameter_fqns: Iterable[str], below: str = "") -> list[str]:
         else:
             own.append(fqn)
 
-    # ``_get_managed_modules`` of FSDP2 appends a module behind its children.
+    # ``_get_managed_modules`` of FSDP2 appends a module after its children.
     ordered: list[str] = []
     for child, fqns in children.items():
         ordered += managed_order(fqns, f"{below}{child}.")
@@ -327,7 +327,7 @@ def sort_key(
     def key(bucket: Bucket, member: FsdpCollective) -> tuple[int, ...]:
         root = 0
         if order == "managed":
-            # FSDP2 goes through the roots of a group; what no root holds comes behind them.
+            # FSDP2 goes through the roots of a group; what no root holds comes after them.
             for fqn in bucket.roots:
                 if not fqn or member.parameter.startswith(f"{fqn}."):
                     break

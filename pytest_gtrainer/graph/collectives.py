@@ -109,7 +109,7 @@ class FsdpCollective:
 
     @property
     def all_reduce(self) -> tuple[fx.Node, fx.Node] | None:
-        """The all-reduce over replicas behind a reduce-scatter, and its wait, if there is one."""
+        """The all-reduce over replicas after a reduce-scatter, and its wait, if there is one."""
         users = list(self.wait.users)
         if len(users) != 1 or users[0].target is not ALL_REDUCE:
             return None
@@ -229,7 +229,7 @@ def group_size_of(launch: fx.Node) -> int:
 
 
 def settings_of(launch: fx.Node) -> tuple[Any, ...]:
-    """Return a collective's arguments behind its operand: reduction, number of ranks, group."""
+    """Return a collective's arguments after its operand: reduction, number of ranks, group."""
     _, *settings = (given for _, given in arguments_given(launch))
     return tuple(settings)
 
@@ -292,7 +292,7 @@ def wait_of(launch: fx.Node) -> fx.Node:
     """Return the wait of a collective, which may stand inside a control dependency."""
     for user in launch.users:
         call = _call_of(launch.graph.owning_module, user)
-        # Another control dependency may only stand behind the launch.
+        # Another control dependency may only stand after the launch.
         reads = launch in _operands_of(user)
         if reads and (is_wait(call) or is_control_dependency(call)):
             return user

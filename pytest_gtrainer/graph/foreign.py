@@ -251,7 +251,7 @@ def _adopted_program(program: ExportedProgram) -> fx.GraphModule:
         if isinstance(result, fx.Node) and "GRADIENT" not in kind:
             kept.append(result)
 
-    # What updates a buffer may stand behind the loss; it is part of the forward.
+    # What updates a buffer may stand after the loss; it is part of the forward.
     forward = walk(kept, lambda node: node.all_input_nodes)
     nodes = list(copied.graph.nodes)
     for node in nodes[nodes.index(loss) + 1 : -1]:
@@ -585,7 +585,7 @@ def _name_of_value(node: fx.Node) -> str:
 
 
 def _name_by_use(graph: fx.Graph) -> None:
-    """Name each input without a name by its first use behind views: ``layers.0.up.addmm_mat2``."""
+    """Name each input without a name by its first use after views: ``layers.0.up.addmm_mat2``."""
     inputs = graph.find_nodes(op="placeholder")
     if not any("desc" in node.meta for node in inputs):
         return
@@ -636,7 +636,7 @@ _OF_A_SCORE = ("score", "b", "h", "q_idx", "kv_idx")
 _CARRYING = {"while_loop": ("carried",), "scan": ("carried", "each"), "map_impl": ("each",)}
 """The groups of operands that a loop gives to its graph, another value each time.
 
-The operands behind them stay the same.
+The operands after them stay the same.
 """
 
 
@@ -674,7 +674,7 @@ def _agreed(calls: Sequence[Mapping[str, GivenName]]) -> dict[str, GivenName]:
 
 
 def sorted_nodes(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return nodes behind their operands, else in the graph's order.
+    """Return nodes after their operands, else in the graph's order.
 
     Inductor's passes may leave a graph unsorted.
     """

@@ -90,7 +90,7 @@ class Payload:
         op: the reduction; "" for an all-gather.
         slots: one for each parameter, in the order in which they are packed.
         directions: those in which a graph issues it. Eager FSDP2 gathers one payload in both.
-        padding: bytes of one rank's slice without a parameter, zeros between or behind them.
+        padding: bytes of one rank's slice without a parameter, zeros between or after them.
     """
 
     collective: str
@@ -430,7 +430,7 @@ def _read_in_backward(launch: fx.Node, payload: Payload) -> Iterator[str]:
     """Yield the parameters of a forward all-gather whose gathered values the backward reads.
 
     Each value on the way holds the same elements of every rank's row: all of them at the launch,
-    and one parameter's behind the split of a bucket. Where nobody can say which elements a node
+    and one parameter's after the split of a bucket. Where nobody can say which elements a node
     takes, it may read any of the value's.
     """
     width = payload.dtype.itemsize
@@ -474,7 +474,7 @@ def _unpacked(
     """Return what ``user`` makes of elements of each rank's row, in the form of
     ``_read_in_backward``.
 
-    None means that it makes new numbers of them. A copy of what lies one behind the other is the
+    None means that it makes new numbers of them. A copy of what lies one after the other is the
     model's own, and so are casts and picked rows: FSDP2 keeps these for the backward, too.
     """
     if user.target in _SPLITS:
@@ -650,7 +650,7 @@ def _compare_regathered(again: Payload, whole: Payload, kept: Collection[str]) -
                 "and reads the forward's copy of it, which stays unsharded: gather again whatever "
                 "the backward reads"
             )
-    # Zeros behind a parameter belong to it: they are sent again with it, or left out with it.
+    # Zeros after a parameter belong to it: they are sent again with it, or left out with it.
     width = sum(slot.nbytes for slot in whole.slots) + whole.padding
     ends = [*(slot.offset for slot in whole.slots[1:]), width]
     slots: list[Slot] = []

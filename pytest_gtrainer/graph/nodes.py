@@ -116,7 +116,7 @@ def is_parameter(placeholder: fx.Node) -> bool:
 
 
 def distinct(names: Iterable[str]) -> list[str]:
-    """Return names of results, each that has occurred before with its place behind it: a model may
+    """Return names of results, each that has occurred before with its place after it: a model may
     have a parameter "loss".
 
     >>> distinct(["loss", "weight", "loss"])

@@ -205,7 +205,7 @@ class _Reader:
         return parts
 
     def _concatenated(self, tensors: Any, sizes: Iterable[int]) -> State:
-        """Return the parts of tensors one behind the other, each brought to its size."""
+        """Return the parts of tensors one after the other, each brought to its size."""
         found: list[Part] = []
         for tensor, size in zip(tensors, sizes, strict=True):
             parts = self._state[tensor]
@@ -246,7 +246,7 @@ def _input_state(node: fx.Node) -> State:
 def _operands(node: fx.Node) -> list[fx.Node]:
     """Return the values that a node computes from.
 
-    A control dependency does not read the values that it only stands behind.
+    A control dependency does not read the values that it only stands after.
     """
     if is_control_dependency(node):
         return [operand for operand in node.args[2:] if isinstance(operand, fx.Node)]
@@ -290,7 +290,7 @@ def _packs(node: fx.Node) -> bool:
 
 
 def _is_outermost(node: fx.Node, whole: fx.Node, place: int) -> bool:
-    """Return whether the parts of a ``cat`` or ``split`` lie one behind the other in memory.
+    """Return whether the parts of a ``cat`` or ``split`` lie one after the other in memory.
 
     Args:
         whole: the node with all parts, the ``cat`` or the operand of the ``split``.
@@ -509,7 +509,7 @@ def _numel(node: fx.Node) -> int:
 
 
 def _slice_begin(node: fx.Node) -> int | None:
-    """Return the first element of a slice whose elements lie one behind the other; else None."""
+    """Return the first element of a slice whose elements lie one after the other; else None."""
     value = node.all_input_nodes[0].meta.get("val")
     begin = argument_of(node, "start")
     if begin is None:

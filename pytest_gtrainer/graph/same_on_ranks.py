@@ -80,7 +80,7 @@ def describe_node(node: fx.Node) -> str:
 def node_lines(
     gm: fx.GraphModule, rank: int, partitions: Mapping[str, Partition], prefix: str = ""
 ) -> Iterator[Line]:
-    """Yield the lines of all nodes, those of graphs inside the graph behind the node that holds
+    """Yield the lines of all nodes, those of graphs inside the graph after the node that holds
     them.
 
     Args:

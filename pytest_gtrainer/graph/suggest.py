@@ -1,7 +1,7 @@
 """Suggest a bucket plan for a model.
 
 A plan is what a trainer would wrap by ``fully_shard``: each layer by itself, what is registered
-before, between and behind the layers in a bucket for each such place, and parameters that are tied
+before, between and after the layers in a bucket for each such place, and parameters that are tied
 together. Only modules and their names are read, so the model may be on the meta device.
 """
 
@@ -136,7 +136,7 @@ def _walk(model: nn.Module, layers: dict[str, nn.Module]) -> Iterator[str]:
     """Yield layers, and the largest modules around which nothing else is wrapped, in registration
     order.
 
-    A module with parameters of its own, and layers inside, comes behind these layers: it is wrapped
+    A module with parameters of its own, and layers inside, comes after these layers: it is wrapped
     after them, and what else it holds is in its group.
     """
     seen: set[nn.Module] = set()
@@ -178,7 +178,7 @@ def _say_places(buckets: Sequence[Suggestion]) -> list[Suggestion]:
             if place < at_layers[0]:
                 why = "registered before the layers"
             elif place > at_layers[-1]:
-                why = "registered behind the layers"
+                why = "registered after the layers"
             bucket = replace(bucket, why=why)
         said.append(bucket)
     return said

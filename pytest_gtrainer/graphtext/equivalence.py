@@ -104,7 +104,7 @@ def digests_of(
         name, kind, content = definition
         parts: list[Any] = [name]
         if kind == "group":
-            # The number behind ``dp_1`` depends on the order of the definitions.
+            # The number after ``dp_1`` depends on the order of the definitions.
             parts = [_NUMBER.sub("", name), content]
         elif kind == "body":
             body = dataflow(graph.bodies[name])

@@ -199,7 +199,7 @@ def _places(places: Sequence[tuple[int, int]]) -> str:
 
 
 def _some(noun: str, numbers: Sequence[int]) -> str:
-    """Spell numbers behind their noun, the first few of many.
+    """Spell numbers after their noun, the first few of many.
 
     >>> _some("rank", [2]), _some("rank", [2, 3, 4, 5]), _some("step", list(range(3, 20)))
     ('rank 2', 'ranks 2, 3, 4, 5', 'steps 3, 4, 5, 6 and 13 more')

@@ -21,7 +21,7 @@ NOT_LOADED = "not loaded"
 
 @dataclass(frozen=True)
 class Knob:
-    """One switch, ``module:attribute``, ``()`` behind it if it is called, or an environment
+    """One switch, ``module:attribute``, ``()`` after it if it is called, or an environment
     variable ``$NAME``.
 
     Attributes:

@@ -24,7 +24,7 @@ No hook says that a step is over: an optimiser that has stepped may be one of se
 A step counts if a backward precedes it, or gradients that are new and not 0.
 
 The first step, and with it the recording, begins where the model is called, or else (the model is
-compiled, or an optimiser was made too late for that) behind the first backward that reaches it, or
+compiled, or an optimiser was made too late for that) after the first backward that reaches it, or
 else where an optimiser steps.
 """
 
@@ -227,7 +227,7 @@ class Recorder:
                 hook = _HookOfModule(partial(self._activation, name or "the whole model"))
                 handles.append(module.register_forward_hook(hook))
             if is_called:
-                # Behind the hook that records what this module returns.
+                # After the hook that records what this module returns.
                 after = _HookOfModule(self._after_forward)
                 handles.append(module.register_forward_hook(after, with_kwargs=True))
         self._until_stop(handles)

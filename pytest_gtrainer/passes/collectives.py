@@ -114,7 +114,7 @@ def reduce_scatter_before_all_reduce_pass(
     collective rounds its sum to its dtype, so gradients of bf16 are rounded at other places.
 
     Left as they are: two groups that share another rank, as replicas then hold other shards;
-    reductions that do not commute; gradients that are written to behind the all-reduce.
+    reductions that do not commute; gradients that are written to after the all-reduce.
 
     Raises:
         PlanError: an all-reduced gradient is read by something else than its reduce-scatter, or the

@@ -173,7 +173,7 @@ def refusing_written_constants(gm: fx.GraphModule, by: str) -> Iterator[None]:
     The graph before the pass shares the tensor, so no comparison of the two would show the write.
 
     Raises:
-        WrittenConstantError: names the attribute, behind the block.
+        WrittenConstantError: names the attribute, after the block.
     """
     constants: dict[str, torch.Tensor] = {}
     for node in gm.graph.find_nodes(op="get_attr"):

@@ -320,7 +320,7 @@ class PipelineRun:
     """One run of a pipeline, pass by pass.
 
     Attributes:
-        gm, twin: copies of the given graphs, behind the passes that have run; not linted.
+        gm, twin: copies of the given graphs, after the passes that have run; not linted.
         unchanged: names of passes that must change the graph and have not done so yet.
         runs: what ran.
     """

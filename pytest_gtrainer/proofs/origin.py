@@ -155,4 +155,4 @@ def _describe_modules_before(node: fx.Node | None) -> str:
         elif each not in seen:
             seen.add(each)
             todo += each.all_input_nodes
-    return f", behind {spell_some(list(modules))}" if modules else ""
+    return f", after {spell_some(list(modules))}" if modules else ""

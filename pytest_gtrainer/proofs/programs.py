@@ -571,7 +571,7 @@ class FunctionProgram(Program):
 class NamedProgram(Program):
     """A function from named inputs to named results, such as a stage of a compilation.
 
-    It remembers its runs, as a stage is compared with the one before and with the one behind.
+    It remembers its runs, as a stage is compared with the one before and with the one after.
     """
 
     def __init__(

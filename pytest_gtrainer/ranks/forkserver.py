@@ -68,7 +68,7 @@ def main(fd: int, folder: str, modules: list[str], preload: list[str]) -> NoRetu
             importlib.import_module(name)
         if _has_threads():
             # A process with threads cannot be forked, so start over without this module and those
-            # behind it. A driver that has started a thread here will not start in the ranks.
+            # after it. A driver that has started a thread here will not start in the ranks.
             argument = json.dumps([fd, folder, sys.path, modules[:place], preload])
             os.execv(sys.executable, [*sys.orig_argv[:-1], argument])
     preloading = Path(folder) / PRELOADING
@@ -216,7 +216,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def _stat_fields(pid: int) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` behind the name: state, parent, and so on."""
+    """Return the fields of ``/proc/PID/stat`` after the name: state, parent, and so on."""
     # The name stands in parentheses, and may itself hold spaces and parentheses.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 

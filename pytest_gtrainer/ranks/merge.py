@@ -242,7 +242,7 @@ def _take_claims_of_subtests(
 ) -> dict[str, dict[int, list[Any]]]:
     """Take out of ``claims`` those that came with reports of subtests, and return them.
 
-    They are the first ones of the call: its own report comes behind those of its subtests.
+    They are the first ones of the call: its own report comes after those of its subtests.
     """
     inner: dict[str, dict[int, list[Any]]] = {}
     for attribute, by_rank in claims.items():

@@ -24,7 +24,7 @@ class Card:
     Attributes:
         kind: which kind of failure it is: the outcome of the check that failed, as "another
             function", or the class of the exception.
-        lines: the message, cut behind its first lines.
+        lines: the message, cut after its first lines.
         commands: what to run next, with a word about each.
     """
 

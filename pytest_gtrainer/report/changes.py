@@ -421,7 +421,7 @@ def _pair_pipelines(
 def _compare_graphs(then: Sequence[Any], now: Sequence[Any]) -> Iterator[tuple[str, str, str]]:
     """Yield where a pipeline's graph first became another: name, earlier key and key of the graph.
 
-    This is the trace, or a pass that made another graph from the same one. Passes behind it are not
+    This is the trace, or a pass that made another graph from the same one. Passes after it are not
     named, since they were given another graph. Both keys are "" if only one run had passes.
     """
     for number, old, new in _pair_pipelines(then, now, "passes"):

@@ -65,7 +65,7 @@ def _render_test(test: Test, lines: list[str], again: str) -> str:
 def text(content: str) -> str:
     """Return ``content`` on one line without markup, mentions, issues and emoji.
 
-    GitHub links mentions (``@name``) and issues (``#12``), and replaces ``:name:``, even behind a
+    GitHub links mentions (``@name``) and issues (``#12``), and replaces ``:name:``, even after a
     backslash. It does not inside code.
 
     >>> print(text("a_b <c> *d* @e"))

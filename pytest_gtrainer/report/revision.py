@@ -170,7 +170,7 @@ class Revision:
         given = []
         for argument in _without_against(config):
             given.append(argument.replace(f"{self.top}/", f"{folder / 'tree'}/"))
-        # The last of an option counts, and behind "--" stand only paths.
+        # The last of an option counts, and after "--" stand only paths.
         end = given.index("--") if "--" in given else len(given)
         return [*given[:end], *own, *given[end:]]
 

@@ -258,7 +258,7 @@ def directives_of(text: str, file: str) -> list[Directive]:
                 is_indented = _indentation(line) > _indentation(above)
                 if _CONTINUES.fullmatch(line) or (line.strip(" \t#") and is_indented):
                     raise PassFileError(
-                        f"{place}: {line.strip()}\na directive is one line: write this behind `# "
+                        f"{place}: {line.strip()}\na directive is one line: write this after `# "
                         f"{found[-1].name}:` in the line above, or an empty line before a comment"
                     )
             if comment is not None:
@@ -391,7 +391,7 @@ def _calls(directive: Directive) -> Iterator[PassCall]:
     """Yield the passes of ``a; b(option=[1, 2])``. Options are literals: nothing is evaluated."""
     place = directive.place
     if "#" in directive.value:  # the rest would be a comment of Python
-        raise PassFileError(f"{place}: a directive has no comment behind it: {directive.value}")
+        raise PassFileError(f"{place}: a directive has no comment after it: {directive.value}")
     if not directive.value or directive.value.endswith(";"):
         raise PassFileError(f"{place}: a pass is missing at the end: {directive.value}")
     try:

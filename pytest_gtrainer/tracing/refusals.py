@@ -91,7 +91,7 @@ def refuse_model(model: nn.Module, step: Callable[..., Any] | None = None) -> No
 
 
 def refuse_reentrant(outputs: Sequence[torch.Tensor]) -> None:
-    """Refuse results behind a reentrant checkpoint.
+    """Refuse results after a reentrant checkpoint.
 
     Its backward writes gradients itself, where a trace does not see them, and runs not at all if
     nothing before it trains.
@@ -168,7 +168,7 @@ def refuse_hooks(tensor: torch.Tensor, where: str) -> None:
     if method:
         raise ValueError(
             f"{where} has a hook of {method}(), which a graph would not run: remove the hook "
-            "before the trace and the replay, and do its work on .grad behind the replay. Hooks on "
+            "before the trace and the replay, and do its work on .grad after the replay. Hooks on "
             "modules and on tensors that the forward computes are traced"
         )
 
@@ -250,7 +250,7 @@ def _refusing_calls() -> Iterator[None]:
         if threading.get_ident() == thread:
             raise ValueError(
                 f"the step calls {type(optimizer).__name__}.step(), and a graph would lose the "
-                "update: a step ends with its loss. Call the optimiser behind the replay"
+                "update: a step ends with its loss. Call the optimiser after the replay"
             )
 
     modules = register_module_forward_pre_hook(refuse_module)
@@ -364,7 +364,7 @@ class _Draws(_UserMode):
         """Refuse a random state that is not the one after the last draw."""
         if torch.default_generator.initial_seed() != self._seed:
             raise ValueError(
-                f"{what} comes behind code of the step that sets the random state, so a graph, "
+                f"{what} comes after code of the step that sets the random state, so a graph, "
                 "which never sets it, would draw other numbers. checkpoint() does so before it "
                 "recomputes: give it preserve_rng_state=False, also where eager code runs, or "
                 "train without dropout. Call torch.manual_seed() and the like outside of the step"

@@ -68,7 +68,7 @@ def trace_stage(
 ) -> TracedStage:
     """Trace a stage of a pipeline, forward and backward, into one graph, on fake tensors.
 
-    Parameters that ``data_parallel`` has sharded reduce their gradients behind the cast to the
+    Parameters that ``data_parallel`` has sharded reduce their gradients after the cast to the
     reduce dtype, so that microbatches can be added in between, as FSDP2 adds them;
     ``split_stage_graph`` cuts the graph there.
 

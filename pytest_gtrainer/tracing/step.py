@@ -122,7 +122,7 @@ class TracedStep:
         twin: the same step's graph on other inputs, if it was asked for.
         mode: which modules were in eval mode, their classes and hooks, and autocast: a replay in
             another is refused.
-        handed_over: behind ``trace_once``, "from another rank", or "traced here" and for whom or
+        handed_over: after ``trace_once``, "from another rank", or "traced here" and for whom or
             why.
     """
 

@@ -224,17 +224,17 @@ REFUSING = {
     "an index": (
         lambda table, places: table[places.abs()] * 1,
         lambda table, places: table[:-1][places.abs()] * 1,
-        "the integer 4 in .*: the graph behind the pass refuses .* takes: IndexError: index 4",
+        "the integer 4 in .*: the graph after the pass refuses .* takes: IndexError: index 4",
     ),
     "a row of an embedding": (
         lambda table, places: nn.functional.embedding(places, table),
         lambda table, places: nn.functional.embedding(places, table[:-1]),
-        "the graph behind the pass refuses",
+        "the graph after the pass refuses",
     ),
     "a value": (
         lambda table, places: table[places.abs()] * 1,
         lambda table, places: (_refuse_four(places), table[places.abs()] * 1)[1],
-        "the graph behind the pass refuses .* takes: RuntimeError",
+        "the graph after the pass refuses .* takes: RuntimeError",
     ),
 }
 
@@ -252,7 +252,7 @@ def test_inputs_that_a_graph_refuses_on_one_rank_are_a_difference_on_all(gt_worl
     first, rows = torch.zeros_like(PLACES), 1 if gt_world.rank else 5
     before = make_fx(lambda table, places: table[places] * 1)(TABLE, first)
     after = make_fx(lambda table, places: table[:rows][places] * 1)(TABLE, first)
-    with pytest.raises(BitwiseDifference, match="graph behind the pass refuses the inputs"):
+    with pytest.raises(BitwiseDifference, match="graph after the pass refuses the inputs"):
         assert_pass_bitwise((before, after))
 
 

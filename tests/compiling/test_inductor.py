@@ -229,7 +229,7 @@ def test_the_scheduler_keeps_an_order_that_dependencies_demand(gt_mesh, gt_world
         else:  # each is waited for where it is launched
             with pytest.raises(
                 AssertionError,
-                match="the backward does not launch 'wait_tensor' behind 'wait_tensor'",
+                match="the backward does not launch 'wait_tensor' after 'wait_tensor'",
             ):
                 ordered()
 

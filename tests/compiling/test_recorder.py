@@ -179,12 +179,12 @@ def test_lowered_code_says_what_it_launches():
     record.assert_launch_order("extern_kernels.mm", "cpp_fused_relu_0", "addmm", "mm")
     with pytest.raises(
         AssertionError,
-        match=r"does not launch 'extern_kernels.mm' behind 'cpp_fused_relu_9'|'cpp_fu",
+        match=r"does not launch 'extern_kernels.mm' after 'cpp_fused_relu_9'|'cpp_fu",
     ):
         record.assert_launch_order("cpp_fused_relu_9", "extern_kernels.mm")
     with pytest.raises(
         AssertionError,
-        match="the forward does not launch 'mm' behind 'addmm'; it launches\n    0 extern",
+        match="the forward does not launch 'mm' after 'addmm'; it launches\n    0 extern",
     ):
         record.assert_launch_order("addmm", "addmm", "addmm", "mm")
     with pytest.raises(ValueError, match="an order needs two names or more, and these are 1"):
@@ -213,10 +213,10 @@ def test_an_order_of_launches_is_read_from_generated_code():
     assert rest == kernels
     record.assert_launch_order("*all_gather*", "addmm", "mm")
     with pytest.raises(
-        AssertionError, match="the forward does not launch 'addmm' behind 'mm'; it launches\n    0 "
+        AssertionError, match="the forward does not launch 'addmm' after 'mm'; it launches\n    0 "
     ):
         record.assert_launch_order("mm", "addmm")
-    with pytest.raises(AssertionError, match="the forward does not launch 'mm' behind 'mm'"):
+    with pytest.raises(AssertionError, match="the forward does not launch 'mm' after 'mm'"):
         record.assert_launch_order("mm", "mm")  # one launch is not behind itself
     with pytest.raises(NotRecorded, match="no generated code of its backward: not compiled"):
         record[0].launches("backward")
@@ -322,7 +322,7 @@ def test_the_one_run_of_a_pass():
 
 @pytest.mark.gt_world("fake", size=2)
 def test_a_recorded_pass_stands_where_a_graph_does(gt_world):
-    """It is the graph behind the pass; a pair of graphs is compared as their layouts are."""
+    """It is the graph after the pass; a pair of graphs is compared as their layouts are."""
 
     def step(weight, x):
         return (collectives.all_gather_tensor(weight, 0, dist.group.WORLD) * x).relu()

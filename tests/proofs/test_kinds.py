@@ -381,7 +381,7 @@ def test_where_it_begins_names_modules_and_lines():
     for gm in graphs:
         gm.load_state_dict(model.state_dict())
     origin = prove(*graphs, inputs=(X,)).origin
-    assert origin.endswith("(aten.mul.Tensor), behind gate, up, element [0, 0]"), origin
+    assert origin.endswith("(aten.mul.Tensor), after gate, up, element [0, 0]"), origin
 
     def actual(model, x):
         return model(x).cos()

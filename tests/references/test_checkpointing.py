@@ -117,7 +117,7 @@ def test_random_numbers_that_are_not_restored(gt_world):
 @pytest.mark.gt_world("fake", size=2)
 def test_a_graph_refuses_to_restore_random_numbers(gt_mesh):
     """K1: it would compute with another mask in silence."""
-    with pytest.raises(ValueError, match=r"aten\.\w+\.\w+ comes behind code of the step that sets"):
+    with pytest.raises(ValueError, match=r"aten\.\w+\.\w+ comes after code of the step that sets"):
         GraphRun(dropping(gt_mesh, ActivationCheckpointConfig()))
     GraphRun(dropping(gt_mesh, None))
     outside = replace(dropping(gt_mesh, ActivationCheckpointConfig()), model=DroppingInFront)

@@ -108,7 +108,7 @@ def test_a_file_with_neither_golden_nor_check_is_an_error(write):
             "no pass is called 'data_parallel'; there are canonicalize_graph_pass, ",
         ),
         ("# passes: a_pass(", "'(' was never closed: a_pass("),
-        ("# passes: a_pass # b_pass", "a directive has no comment behind it: a_pass # b_pass"),
+        ("# passes: a_pass # b_pass", "a directive has no comment after it: a_pass # b_pass"),
         ("# passes: a_pass;", "a pass is missing at the end: a_pass;"),
         ("# passes:", "a pass is missing at the end"),
         ("# passes: a_pass;\n#   b_pass(x=3)", "a directive is one line"),

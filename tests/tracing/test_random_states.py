@@ -113,7 +113,7 @@ def of_numpy(model, x):
     return loss_of(model, x) * float(numpy.random.rand())
 
 
-SETS, OWN = "behind code of the step that sets the random state", "draws from a torch.Generator"
+SETS, OWN = "after code of the step that sets the random state", "draws from a torch.Generator"
 BESIDE = "the step draws from, or sets, the random numbers of "
 REFUSED = {
     "checkpoint": (Recomputed, loss_of, SETS),

@@ -235,7 +235,7 @@ def test_an_optimiser_inside_the_step_is_refused(net, inputs, train_step, trace,
         return train_step(model, x, y)
 
     with pytest.raises(
-        ValueError, match=r"the step calls SGD.step\(\).* Call the optimiser behind the replay"
+        ValueError, match=r"the step calls SGD.step\(\).* Call the optimiser after the replay"
     ):
         trace(net, update, inputs)
 

@@ -408,7 +408,7 @@ _BY_NUMBER = _by_name(
     ("takes the diagonal of", _diagonal, ("diagonal", "diagonal_copy")),
     ("cuts a triangle out of", _last_two, ("tril", "triu")),
     ("repeats", _repeated, ("repeat",)),
-    ("puts rows behind each other along", _concatenated, ("cat",)),
+    ("puts rows after each other along", _concatenated, ("cat",)),
     (
         "pads",
         _padded,

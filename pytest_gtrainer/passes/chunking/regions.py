@@ -73,12 +73,12 @@ def gradient_reductions(graph: fx.Graph) -> set[fx.Node]:
 def reduction_steps(graph: fx.Graph, *, up_to_casts: bool = False) -> set[fx.Node]:
     """Return all nodes of the reductions of gradients.
 
-    These are casts and pads in front of the collectives, and what is behind them up to the next
+    These are casts and pads in front of the collectives, and what is after them up to the next
     addition.
 
     Args:
         up_to_casts: return only what a sum of gradients may move in front of. A cast to another
-            dtype rounds each term, so a sum behind it has other bits.
+            dtype rounds each term, so a sum after it has other bits.
     """
 
     def goes_on(node: fx.Node) -> bool:

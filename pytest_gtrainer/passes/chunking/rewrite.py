@@ -97,7 +97,7 @@ def _include_passed_on(
 ) -> list[TermGroup]:
     """Move terms that pass through a region, as a residual's gradient does, into its group.
 
-    Each chunk of an eager run adds these terms itself. Gradients of uses behind the region, or in
+    Each chunk of an eager run adds these terms itself. Gradients of uses after the region, or in
     front of it, are added outside.
     """
     places = [place for place, group in enumerate(groups) if group.region is not None]

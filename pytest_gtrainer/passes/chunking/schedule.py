@@ -55,7 +55,7 @@ def _sort_topologically(
 ) -> Iterator[Unit]:
     """Yield units after those ``before`` them; of several that are ready, the first by place.
 
-    Units on a cycle, and behind one, are left out.
+    Units on a cycle, and after one, are left out.
     """
     sorter = graphlib.TopologicalSorter(before)
     with suppress(graphlib.CycleError):  # the sorter yields what is in front of the cycle
@@ -72,10 +72,10 @@ def _sort_topologically(
 def dependencies(
     nodes: Sequence[fx.Node], region_of: Mapping[fx.Node, Region], storages: Storages
 ) -> dict[Unit, dict[Unit, None]]:
-    """Return what each unit must stand behind: its operands, and what orders memory and draws.
+    """Return what each unit must stand after: its operands, and what orders memory and draws.
 
-    A reader of memory stands behind its last writer, a writer behind the readers since, and a
-    random draw behind the one before. The values of the inner dicts are not used.
+    A reader of memory stands after its last writer, a writer after the readers since, and a
+    random draw after the one before. The values of the inner dicts are not used.
     """
     before: dict[Unit, dict[Unit, None]] = {}
     writer: dict[fx.Node, Unit] = {}
@@ -192,7 +192,7 @@ def _turns(
             stage = 0
             for node in chunk:
                 turns[node] = (start, stage, number, places[node])
-                # The launch still belongs to its stage; its wait comes in the next one, behind the
+                # The launch still belongs to its stage; its wait comes in the next one, after the
                 # compute of the other chunks.
                 stage += node.target is ALL_TO_ALL
             chunked.update(chunk)

@@ -63,7 +63,7 @@ from pytest_gtrainer.worlds import hygiene
 # The parent's limit for a test ends a blocked collective long before this does.
 COLLECTIVE_LIMIT = timedelta(hours=24)
 
-# How many of the last calls of a test are compared between ranks. The recorder is read behind each
+# How many of the last calls of a test are compared between ranks. The recorder is read after each
 # test that communicates, 5 microseconds a call that it holds.
 _RECORDED = "128"
 MEMORY_TOLERANCE = 2**20

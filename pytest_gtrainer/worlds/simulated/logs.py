@@ -1,6 +1,6 @@
 """The rings of each channel, and the trees, from NCCL's log (``NCCL_DEBUG=INFO``).
 
-A file of rings has the form of the log's lines, one for each channel, and comments behind ``#``:
+A file of rings has the form of the log's lines, one for each channel, and comments after ``#``:
 
     # two nodes of four
     Channel 00/02 : 0 1 2 3 4 5 6 7
@@ -80,7 +80,7 @@ def _communicators(text: str) -> Iterator[list[Ring]]:
 
 
 def _complete_ring(start: Ring, channel: int, text: str) -> Ring:
-    """Return the ring of a line that NCCL cut behind ``start``, from the lines of other ranks.
+    """Return the ring of a line that NCCL cut after ``start``, from the lines of other ranks.
 
     A rank connects its rings before its trees, so the connections above its line "Connected all
     rings" are the ring's. If a tree was connected first, a rank has several connections, and

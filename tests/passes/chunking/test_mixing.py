@@ -964,7 +964,7 @@ def test_rows_that_are_put_behind_others_are_refused():
         given = [Operand(tensor, Rows((0,))) for tensor in tensors]
         call = Call(aten.cat.default, [given, dim], {}, [(torch.cat(tensors, dim), (0,))])
         with (
-            pytest.raises(ChunkError, match="puts rows behind each other")
+            pytest.raises(ChunkError, match="puts rows after each other")
             if is_refused
             else nullcontext()
         ):

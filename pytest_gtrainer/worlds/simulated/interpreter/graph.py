@@ -202,7 +202,7 @@ class RankLiterals:
         return [own[coordinate[dim]] for dim, own in self.values.values()]
 
     def lift(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """Return a copy of a graph that takes the numbers as inputs, behind its others.
+        """Return a copy of a graph that takes the numbers as inputs, after its others.
 
         ``gm`` is the first rank's graph, or a rewrite of it.
         """

@@ -128,7 +128,7 @@ class Segment:
 
     Attributes:
         inputs: nodes before it that it uses.
-        needed: nodes of it that are used behind it.
+        needed: nodes of it that are used after it.
         generates_code: False if it runs too seldom to generate code for it.
         plans: its blocks, by the sharings of its inputs.
     """
@@ -185,7 +185,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """The parts of a graph, in its order, each with the nodes whose values die behind it."""
+    """The parts of a graph, in its order, each with the nodes whose values die after it."""
 
     sharings: Sharings
     placeholders: Sequence[fx.Node]

@@ -9,8 +9,8 @@ equal expressions, they are equal on each rank.
 The converse does not hold: two different expressions may be equal on every rank. So if two programs
 differ here, all ranks have to run.
 
-Numbers are no functions of the rank. In float64 all ranks have those of the one, and what it gets
-of a collective is what rank 0 would get.
+Float64 numbers cannot depend on the rank in this way. So all ranks have the numbers of the one,
+and a collective gives it what rank 0 would get.
 """
 
 from collections.abc import Sequence
@@ -120,7 +120,7 @@ class CollectiveOfAlike(CollectiveStep):
         return written
 
     def _on_ranks(self, tensor: Tensor, size: int) -> list[Tensor]:
-        """Return a copy for each rank, with its elements: the open rank is filled in."""
+        """Return a copy for each rank, with the number of this rank put in for the variable."""
         value = self.mode.shadows.read(tensor)
         if value is None:
             if not tensor.numel():
@@ -140,7 +140,7 @@ class CollectiveOfAlike(CollectiveStep):
         return copies
 
     def _by_rank(self, of_ranks: Sequence[Tensor]) -> Tensor:
-        """Return one tensor for what ranks got: a choice by the rank, unless all got the same."""
+        """Return one tensor for the results of all ranks: a choice by the rank unless all are equal."""
         first = of_ranks[0]
         # Ranks of a group share what they got, so there are few objects for many ranks.
         places: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Say what a proof takes for granted, and what nobody knows."""
+"""Say in words what a proof takes for granted, and why another one is "unknown"."""
 
 from collections.abc import Sequence
 
@@ -10,6 +10,7 @@ from pytest_gtrainer.proofs.proof import Unchecked
 _MOST_LIMITS_OF_FEW = 8
 """With more limits than this, a few elements seldom lie between two of them."""
 _ANSWERS = {"True", "False"}
+"""What a comparison gives; a program that reads anything else has read a number."""
 
 
 def describe_known(names: Sequence[str]) -> tuple[str, ...]:

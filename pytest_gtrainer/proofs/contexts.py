@@ -1,4 +1,4 @@
-"""Blocks of code in an arithmetic: eager code, its autograd, and real ranks."""
+"""Context managers that compute a block in an arithmetic: eager code, autograd and real ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -8,7 +8,7 @@ the same by chance. So they run again, with elements in other orders:
 |---|---|
 | elements are compared or sorted | all elements above all known numbers, all below, and 6 seeds |
 | few different elements are compared | 8 seeds more |
-| only square roots are taken | all elements above and below, and the more seeds the fewer roots |
+| only square roots are taken | all elements above and below, and more seeds for fewer roots |
 | one program alone compares with a limit | all elements in each interval next to that limit |
 
 In a field there is one more case. If only one program chooses among certain elements (its
@@ -66,10 +66,13 @@ class Chances:
 class FurtherRun:
     """A run of both programs in which elements have another order.
 
+    A *key* is the integer by which elements and known numbers are sorted.
+
     Attributes:
         seed: of the elements.
         bias: all elements are above (1) or below (-1) all known numbers; 0 if among them.
-        gaps: intervals of keys, of which each element lies in one; anywhere if there are none.
+        gaps: intervals of keys, each as its begin and width. Every element lies in one of them;
+            without gaps it may lie anywhere.
         is_for_limits: all elements lie next to a limit that one program alone has.
         sign: of all inputs, 1 or -1; 0 for inputs of either sign.
     """
@@ -132,7 +135,7 @@ def further_runs(actual: Sequence[Chances], expected: Sequence[Chances]) -> list
 
 
 def unlike_limits(actual: Sequence[Chances], expected: Sequence[Chances]) -> set[int]:
-    """Return the limits that one program alone compares elements with."""
+    """Return the limits that only one of the programs compares elements with."""
     ours = {element for each in actual for element, _ in each.limits}
     theirs = {element for each in expected for element, _ in each.limits}
     return ours ^ theirs
@@ -141,9 +144,10 @@ def unlike_limits(actual: Sequence[Chances], expected: Sequence[Chances]) -> set
 def orders(*chances: Chances) -> tuple[tuple[int, int], ...]:
     """Return seeds and biases of further runs.
 
-    Where few elements decide, all decide alike in these with a chance of 1 in 16,000. Where roots
-    are taken, inputs are above 0 in one run and below in another. Signs of roots of independent
-    elements agree by chance in 1 of 60,000, of one or two elements in 1 of 250.
+    If few elements are compared, the chance that one of them has the same answer in all these runs
+    is 1 in 16,000. Where roots are taken, inputs are above 0 in one run and below in another. Signs
+    of roots of independent elements agree by chance in 1 of 60,000, of one or two elements in 1 of
+    250.
     """
     if any(each.decides for each in chances):
         return ORDERS + (_ORDERS_OF_FEW if any(each.decides_few for each in chances) else ())
@@ -155,7 +159,7 @@ def orders(*chances: Chances) -> tuple[tuple[int, int], ...]:
 
 
 def unlike_rivals(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return the rivals, but 0, that one program alone has; none if they are too many to tell."""
+    """Return the rivals other than 0 that only one program has; none if there are too many."""
     if max(len(actual), len(expected)) >= MOST_RIVALS:
         return torch.empty(0, dtype=torch.int64)
     found, counts = torch.cat([actual, expected]).unique(return_counts=True)

@@ -23,22 +23,25 @@ are drawn, and long sums one or two more. A factor of 1 + 2**-30 is 256 times as
 """
 
 APART = {"identical": 1e-6, "other kernels": 1e-6, "reordered": 1e-6, "rounds elsewhere": 1e-3}
-"""By kind, a difference that no rounding explains. Casts are set aside, constants are rounded."""
+"""By kind, the smallest relative difference that no rounding explains.
+
+In float64 no cast rounds, but a constant such as 0.1 may be rounded to its own dtype.
+"""
 
 _NOISE = 16
 """Roundings (units of eps) of the largest input that count as equal."""
 
 _ROUNDINGS = 8
-"""Both sides may be this many times as far apart as one side moves under other roundings."""
+"""A difference is noise up to this many times the one that other roundings make on one side."""
 
 _FAR = 1000 * _ROUNDINGS
-"""Beyond this many times what one try moves by other roundings, no other try has to be made."""
+"""A difference of more than this many times the first try's roundings needs no further tries."""
 
 _KEPT = 2.0**-12
-"""Share of a result by which two sides may be apart in their own dtypes, if one alone rounds so."""
+"""Share of a result by which both sides may differ in their own dtypes without a lost digit."""
 
 _LOST = 256
-"""Times the rounding errors of one side, those of the other side are digits that it loses."""
+"""A side loses digits if its rounding errors are this many times those of the other side."""
 
 # Draws of inputs that are compared: few for a large program. A draw of one operator is a call.
 _FEWEST_DRAWS, _MOST_DRAWS, _MOST_CALLS = 8, 100, 3000
@@ -64,16 +67,16 @@ class Difference:
         return not self.size > AGREES
 
     def is_noise(self, roundings: "Difference") -> bool:
-        """Return whether what is left of cancellation may be as far apart.
+        """Return whether rounding errors that cancellation has made visible may explain it.
 
         Args:
-            roundings: the same sides, each against itself with other last digits.
+            roundings: the difference of each side from itself with other last digits.
         """
         return self.size <= _ROUNDINGS * roundings.size
 
 
 def largest(differences: Iterable[Difference]) -> Difference:
-    """Return the largest of several differences; NaN if the others agree."""
+    """Return the largest of several differences; one of size NaN only if all others agree."""
     found = Difference()
     for each in differences:
         if math.isnan(found.size):
@@ -90,7 +93,8 @@ def difference(
 ) -> Difference:
     """Compare results by name and rank: float64, or known numbers of any other dtype.
 
-    A small result of large inputs has their errors, as the entropy of a sure choice.
+    A result near zero has the rounding errors of the large inputs that it is computed from, such as
+    the entropy of a distribution that is almost certain.
     """
     noise = _NOISE * torch.finfo(torch.float64).eps * largest_input
     if actual.keys() != expected.keys():
@@ -189,7 +193,7 @@ def contradiction(
     """Say how float64 numbers contradict a kind of equal; "" if they do not.
 
     Args:
-        reads: a program reads numbers, so the proof holds for those that are given alone.
+        reads: a program reads numbers, so the proof holds only for those that are given.
         draws_once: do not look at inputs of other sizes.
     """
     draws = [0] if reads else [1]
@@ -220,7 +224,7 @@ def lost_digits(
     *,
     coarsest: float = 0.0,
 ) -> str:
-    """Say of which result one side alone loses digits that the other has; "" if of none.
+    """Say which result only one side computes with lost digits; "" if there is none.
 
     ``(x + 2**23) - 2**23`` is x in a field and in float64, and rounds x to whole numbers.
 
@@ -251,7 +255,7 @@ def lost_digits(
 
 
 def _size(tensor: Tensor) -> float:
-    """Return the largest finite size; 0 if there is none."""
+    """Return the largest finite absolute value; 0 if there is none."""
     finite = tensor[tensor.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 

@@ -57,7 +57,7 @@ def draw_inputs(gm: fx.GraphModule, seed: int) -> list[Any]:
 
 
 class DrawnInputs(Sequence[list[Any]]):
-    """Inputs of each rank, drawn when they are read: where ranks are alike only one's are."""
+    """Inputs of each rank, drawn when they are first read: ranks that are alike need only one's."""
 
     def __init__(self, gm: fx.GraphModule, size: int) -> None:
         self._gm, self._size = gm, size
@@ -83,7 +83,7 @@ class DrawnInputs(Sequence[list[Any]]):
 
 
 def describe_integers(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
-    """Describe the whole numbers drawn: a proof holds for these, not for pads or repeats."""
+    """Describe the integers that were drawn: a proof does not hold for others, such as padding."""
     parts = []
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
         if not isinstance(value, Tensor) or not value.numel() or value.dtype == torch.bool:
@@ -152,7 +152,8 @@ def _extents_in(user: fx.Node, index: fx.Node) -> Iterator[int]:
         yield shapes[0][int(argument_of(user, "dim"))]
     elif name.startswith("nll_loss") and argument_of(user, "target") is index:
         # The classes are the second dimension, or the only one of a single sample.
-        yield _shape(argument_of(user, "self"))[:2][-1]
+        *_, classes = _shape(argument_of(user, "self"))[:2]
+        yield classes
     elif name in ("index", "index_put", "_unsafe_index", "_unsafe_index_put"):
         for dim, given in enumerate(argument_of(user, "indices")):
             if given is index:

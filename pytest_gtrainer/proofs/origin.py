@@ -1,8 +1,9 @@
 """Find where a difference begins: the first value of one program that the other never makes.
 
-Values are compared element by element and wherever they are, so buckets, splits, pads and other
-layouts do not hide them. A value that the other program never makes, computed from values that it
-does make, is where they part. Only values that the differing result depends on count.
+The elements of a value are looked up one by one, whatever tensor the other program has them in, so
+buckets, splits, pads and other layouts do not hide them. A value that the other program never
+makes, computed from values that it does make, is where they part. Only values that the differing
+result depends on count.
 """
 
 import mmap
@@ -45,8 +46,9 @@ class Step:
 class AllElements:
     """The set of all elements that a program makes, as a Bloom filter with two bits for each.
 
-    An element that was never made is taken for a made one with a chance of (2 n / size) ** 2 for n
-    elements: then the difference is found one step later. A sorted list took minutes.
+    For n elements, one that was never made is taken for a made one with a chance of
+    (2 n / _BITS) ** 2. Then the difference is found one step later. A sorted list took minutes.
+    It is called with each operator that runs.
     """
 
     def __init__(self) -> None:
@@ -89,7 +91,10 @@ _BITS = 1 << 26
 
 
 class Trail:
-    """Follow a program, and note each value that the other one never makes."""
+    """Follow a program, and note each value that the other one never makes.
+
+    It is called with each operator that runs.
+    """
 
     def __init__(self, others: AllElements) -> None:
         self.others = others

@@ -36,13 +36,13 @@ from pytest_gtrainer.proofs.inputs import DrawnInputs
 from pytest_gtrainer.proofs.state import (
     captured_by,
     check_outputs,
-    contents_of,
     copy_of,
     modes_of_torch,
     named_state,
     number_of,
     put_modes_back,
     python_values,
+    restorer_of_contents,
 )
 from pytest_gtrainer.worlds.simulate import AnyWorld, net_of_any, run_on_net
 from pytest_gtrainer.worlds.simulated.interpreter.program import NodeByNode
@@ -60,7 +60,7 @@ class Result:
     Attributes:
         elements: int64; of a known tensor its real numbers.
         is_known: it depends on no abstract input.
-        exponents: a second form of the elements: results are also equal if these are equal.
+        exponents: a second form of the elements. Results are equal if one of the forms is.
         lifted: the elements of a known tensor of floats, to compare it with an abstract one.
     """
 
@@ -93,8 +93,8 @@ class ProgramRun:
         arithmetic: in which it ran.
         reads: operators by which the program asked for real numbers.
         real: the real numbers of its outputs, and of state that it wrote to; complex ones as pairs.
-        trains: the outputs through which gradients flow to what the program is given; None of
-            graphs, and of a program that has left gradients and so needs no more.
+        trains: the outputs through which gradients flow to the inputs. None for a graph, and for a
+            program that has called backward itself: its gradients are results.
     """
 
     results: dict[Key, Result]
@@ -108,7 +108,7 @@ class ProgramRun:
 class Observed:
     """The outputs of a program, those that train, and its state before and after.
 
-    ``put_back`` undoes what the run has written, when its results have been read.
+    ``put_back`` undoes what the run has written, once its results have been read.
     """
 
     outputs: dict[Key, Tensor] = field(default_factory=dict)
@@ -533,7 +533,7 @@ class FunctionProgram(Program):
         # restored after it.
         for tensor in captured.values():
             observed.put_back.callback(_restorer(tensor))
-        observed.put_back.callback(contents_of(self.function))
+        observed.put_back.callback(restorer_of_contents(self.function))
         observed.put_back.callback(put_modes_back, modes_of_torch())
         outputs = self._called(mode, function, given)
         check_outputs(outputs)

@@ -4,13 +4,14 @@
 
 1. *Attempts.* Both programs run in each arithmetic that may find this kind (``_ATTEMPTS``), until
    they are equal in one: in a first run, and in further runs if that could be chance. If all ranks
-   are alike, one runs for all. If the two differ so, all ranks run.
-2. *Numbers.* Equal programs run in float64, too. If these results are apart, nobody knows.
-3. *The answer.* If they are equal, this is the kind. If nobody knows, the proof is "unknown". If
-   they differ, the next kind is looked for; after the weakest one they are another function.
+   are alike, one runs for all; if the programs differ on it, all ranks run.
+2. *Numbers.* Equal programs run in float64, too. If these results are far apart, the proof is
+   "unknown".
+3. *The answer.* If they are equal, this is the kind. If they differ, the next kind is looked for.
+   If they differ in the weakest one, they are another function.
 
 On real ranks each function below that takes ``programs`` is a collective: every rank has to call
-it, and goes on by what ``gather_from_all_ranks`` returns, which is the same on all.
+it. All ranks take the same way, because they decide by what ``gather_from_all_ranks`` returns.
 """
 
 import copy
@@ -95,15 +96,18 @@ from pytest_gtrainer.worlds.spec import World
 
 
 def _have_functions(first: Sequence[Arithmetic]) -> bool:
-    """Return whether exp, log or roots were computed; else both fields are the same."""
+    """Return whether exp, log or roots were computed.
+
+    Without them a ``FieldWithExponents`` computes what a ``Field`` does.
+    """
     return any(each.exponentials or each.roots for each in first)
 
 
 def _have_softmax(first: Sequence[Arithmetic]) -> bool:
-    """Return whether there is a softmax, whose rows have the order of its operand.
+    """Return whether there is a softmax, whose results a field sorts as its operand.
 
-    Each order is possible, so programs that are equal in another one are equal. A softmax that is
-    written by hand is torch's where neither has the order of its operand.
+    A softmax that is written by hand equals torch's only if this order is left out. Any order of
+    the elements is possible, so programs that are equal without it are equal.
     """
     return any(isinstance(each, Field) and each.has_softmax for each in first)
 
@@ -122,9 +126,9 @@ class _Attempt:
     """An arithmetic that may find two programs equal in a kind.
 
     Attributes:
-        may_succeed: whether it is worth a run, by what both programs did in the first attempt of
-            the kind, in which they differ.
-        arithmetic: makes one in which nothing has run.
+        may_succeed: whether a run is worth its time. It is given the arithmetics of the first
+            attempt of this kind, in which the programs differ.
+        arithmetic: makes an arithmetic in which nothing has run.
     """
 
     may_succeed: Callable[[Sequence[Arithmetic]], bool]
@@ -217,7 +221,8 @@ def _identical_by_structure(programs: Sequence[Program], world: AnyWorld | None)
         return None
     ranks = 1 if world is None else net_of_any(world).size
     results = len(graphs[1].graph.output_node().all_input_nodes)
-    results += world is None  # their structure
+    if world is None:
+        results += 1  # their structure
     seconds = {"identical": time.perf_counter() - begun}
     assumes = _assumed_of_launches(programs) + _assumed_of_state(programs) + proof.assumes
     assumes += _assumed_of_foreign_operators(graphs, proof.assumes)
@@ -344,12 +349,10 @@ def _look_for(kind: str, programs: Sequence[Program]) -> _Answer:
                 reason = _describe_cut(*runs) or _why_no_element_decides(
                     programs, runs, attempt.arithmetic()
                 )
-                if reason:
-                    return _Answer(reason=reason)
-                return _Answer(runs, is_equal=True)
+                return _Answer(reason=reason) if reason else _Answer(runs, is_equal=True)
+            # Bits that differ exclude "identical" only: a weaker kind may hold.
             if kind != "identical":
                 return _Answer(reason=reason)
-            # Bits that differ exclude "identical" alone: a weaker kind may hold.
         first = first or runs
 
     return _Answer(first)
@@ -360,9 +363,9 @@ def _check_in_float64(
 ) -> _Answer:
     """Return the answer "equal", unless float64 numbers of both programs contradict it.
 
-    Without decisions the real numbers of the runs themselves have been compared. Then "identical"
-    needs no second check. Ranks that are alike are checked as one that has run for all: each has
-    its numbers.
+    If no elements were compared or sorted, the bits of the real numbers have been compared in the
+    runs themselves, so "identical" needs no second check. Where one rank has run for all, it is
+    the one that is checked: the others have its numbers.
     """
     decides = _on_any_rank(programs, any(run.arithmetic.decisions for run in answer.runs))
     if not decides and kind == "identical":
@@ -390,9 +393,13 @@ def _check_in_float64(
 def _compare_in_numbers(
     programs: Sequence[Program], numbers: Numbers, all_runs: list[ProgramRun]
 ) -> Difference:
-    """Run both sides on numbers, and return their difference; of each with itself, if shaken.
+    """Run both sides on the numbers of a draw, and return their difference.
 
-    The runs are added to ``all_runs``.
+    If the numbers are ``shaken``, return by how much other roundings move a side: it is compared
+    with itself.
+
+    Args:
+        all_runs: gets the runs of both sides, unless the numbers are shaken.
     """
     if not numbers.shaken:
         runs = [programs[0].run(copy.deepcopy(numbers)), programs[1].run(numbers)]
@@ -432,10 +439,10 @@ def _difference_in_numbers(
         for key, result in results.items():
             if key in known:
                 side[key] = as_integers(result.elements)  # equal in their bits, or not at all
+            elif result.is_known:
+                side[key] = result.elements.double()
             else:
-                side[key] = (
-                    result.elements.double() if result.is_known else numbers_of(result.elements)
-                )
+                side[key] = numbers_of(result.elements)
         sides.append(side)
     inputs = max(programs[0].gather_from_all_ranks(numbers.largest))
     own = difference(sides[0], sides[1], inputs)
@@ -503,7 +510,7 @@ def _run_once(
 
 
 def _unlike_rivals(runs: Sequence[ProgramRun]) -> Tensor:
-    """Return the elements that one of two programs alone compares with others, or sorts."""
+    """Return the elements that only one of two programs compares with others, or sorts."""
     return unlike_rivals(runs[0].arithmetic.rivals, runs[1].arithmetic.rivals)
 
 
@@ -661,13 +668,13 @@ def _why_nothing_is_compared(actual: ProgramRun, expected: ProgramRun) -> str:
 def _why_no_element_decides(
     programs: Sequence[Program], runs: Sequence[ProgramRun], arithmetic: Arithmetic
 ) -> str:
-    """Return why equal results prove nothing if a sum of no elements is all that they are.
+    """Return why equal results prove nothing if they are sums of no elements; "" if they do.
 
-    Then other inputs give the same results. ``x - x`` is the same for other inputs, too, and that
-    is proven: so there has to be something without elements.
+    Such results are the same for any inputs. So are those of ``x - x``, which is proven all the
+    same: only programs with tensors without elements are looked at.
 
     Args:
-        arithmetic: one in which nothing has run, of the kind of the runs.
+        arithmetic: an arithmetic of the kind of the runs, in which nothing has run.
     """
     has_empty = any(run.arithmetic.empty or run.arithmetic.empty_inputs for run in runs)
     if not _on_any_rank(programs, has_empty):
@@ -687,9 +694,10 @@ def _why_no_element_decides(
 
 
 def _describe_cut(actual: ProgramRun, expected: ProgramRun) -> str:
-    """Return which result one program alone cuts from autograd; "" if there is none.
+    """Return which result only one program cuts from autograd; "" if there is none.
 
-    Equal numbers do not train equally then, and no program has computed the gradients.
+    Training would then differ although the numbers are equal: neither program has computed
+    gradients.
     """
     if actual.trains is None or expected.trains is None:
         return ""
@@ -751,8 +759,8 @@ def _difference(
 def _apart_in_real_numbers(kind: str, actual: ProgramRun, expected: ProgramRun) -> str:
     """Return how the real numbers of two runs contradict a proof; "" if they do not.
 
-    They would, if something computed where no dispatch mode sees it, such as NumPy. Where abstract
-    elements were compared the real numbers followed these, and mean nothing.
+    They do if something computes where no dispatch mode sees it, as NumPy does. Where abstract
+    elements were compared, the real numbers took the branch of the elements, and mean nothing.
     """
     if actual.arithmetic.decisions or expected.arithmetic.decisions:
         return ""
@@ -761,7 +769,7 @@ def _apart_in_real_numbers(kind: str, actual: ProgramRun, expected: ProgramRun) 
         if real.is_floating_point() and real.numel():
             floats[key] = real
 
-    largest = max((magnitude(real) for real in floats.values()), default=0.0)
+    largest_real = max((magnitude(real) for real in floats.values()), default=0.0)
     coarsest = max(actual.arithmetic.coarsest, expected.arithmetic.coarsest)
     for (name, rank), wanted in floats.items():
         found = actual.real.get((name, rank))
@@ -772,7 +780,7 @@ def _apart_in_real_numbers(kind: str, actual: ProgramRun, expected: ProgramRun) 
                 return f"the bits of {name} differ"
             continue
         # A result near zero may be what large numbers leave, and then has their errors.
-        if are_apart(found, wanted, coarsest, least=1e-3 * largest):
+        if are_apart(found, wanted, coarsest, least=1e-3 * largest_real):
             where = "" if rank is None else f" on rank {rank}"
             return (
                 f"the real numbers of {name}{where} are apart, though the elements are equal: "
@@ -783,7 +791,7 @@ def _apart_in_real_numbers(kind: str, actual: ProgramRun, expected: ProgramRun) 
 
 
 def _lost_digits(runs: Sequence[ProgramRun]) -> str:
-    """Return which of two programs loses digits, of their runs on the same numbers."""
+    """Return which of two programs loses digits; ``runs`` are theirs on the same numbers."""
     keys = []
     for key, real in runs[1].real.items():
         if not real.is_floating_point() or not real.numel():
@@ -843,7 +851,7 @@ def _equal(
 
 
 def _assumed_of_launches(programs: Sequence[Program]) -> tuple[str, ...]:
-    """Name collectives of which one program alone reads no result."""
+    """Say how many collectives' results nobody reads, if these numbers differ."""
     unread = []
     for program in programs:
         gm = program.gm if isinstance(program, GraphProgram) else None
@@ -870,7 +878,7 @@ _OF_TORCH = ("aten", "prims", "c10d", "_c10d_functional", "_c10d_functional_auto
 
 
 def _assumed_of_state(programs: Sequence[Program]) -> tuple[str, ...]:
-    """Name inputs of graphs whose numbers the traced code held, so that no proof sees them."""
+    """Name the inputs of graphs that the traced code held: no proof compares their numbers."""
     names: dict[str, None] = {}
     for program in programs:
         if isinstance(program, GraphProgram):
@@ -984,7 +992,11 @@ def common_factor(found: Tensor, wanted: Tensor) -> Fraction | None:
 def find_origin(
     programs: Sequence[Program], kind: str, first: FirstDifference | None, like: Arithmetic
 ) -> str:
-    """Run both programs again, and return where their difference begins."""
+    """Run both programs again, and return where their difference begins.
+
+    Args:
+        like: an arithmetic of the runs that differ; elements get the same order again.
+    """
     if first is None or first.element is None:
         return ""
     arithmetics = [_ATTEMPTS[kind][0].arithmetic() for _ in programs]

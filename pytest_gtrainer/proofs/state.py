@@ -30,8 +30,11 @@ from pytest_gtrainer.numerics.graph_run import has_storage, spell_values
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _OF_TORCH = ("_dynamo_", "_has_dynamo_", "_specialize_on", "_is_buffer", "persistent")
-"""How attributes of tensors begin that change no number: hints, as of ``mark_dynamic``, and what
-an ``nn.Buffer`` has: a tensor that a call puts in its place has none of that."""
+"""Prefixes of attributes of tensors that change no number.
+
+These are hints, such as those of ``mark_dynamic``, and the attributes of an ``nn.Buffer``, which a
+tensor that replaces it does not have.
+"""
 
 # Values of these types hold no tensors, so nothing in them has to be followed.
 _WITHOUT_TENSORS = (
@@ -98,7 +101,8 @@ def python_values(function: Any, inputs: Sequence[Any]) -> dict[str, str]:
     These are values in lists and dicts, and of modules: which submodules are in training mode,
     which parameters require a gradient, numbers that are plain attributes, such as counters, and
     hooks and functions of a module's own. Of tensors they are hooks, attributes, and of inputs
-    whether they require a gradient. Of hooks and functions the code counts, not what it holds.
+    whether they require a gradient. Hooks and functions are equal if their code is, whatever it
+    closes over.
     Settings of torch, such as autocast, are among them.
     """
     modes: list[bool] = []
@@ -122,8 +126,7 @@ def python_values(function: Any, inputs: Sequence[Any]) -> dict[str, str]:
         for path, part in leaf.named_modules(prefix=prefix.removesuffix(".")):
             modes.append(part.training)
             for name, value in vars(part).items():
-                # A bool is a switch, which the caller of a model sets to choose what it runs, and
-                # so is a text.
+                # A bool or a text is a switch: the caller of a model sets it to choose what runs.
                 is_number = isinstance(value, list | tuple | dict) or type(value) in (int, float)
                 if name not in _OF_EVERY_MODULE and is_number:
                     whole = f"{path}.{name}" if path else name
@@ -411,7 +414,9 @@ def _held_by_classes(
     found = []
     for name, value in objects:
         for cls in type(value).__mro__:
-            for key in names & vars(cls).keys() if not _is_of_a_library(cls) else ():
+            if _is_of_a_library(cls):
+                continue
+            for key in names & vars(cls).keys():
                 held = vars(cls)[key]
                 if isinstance(held, property):
                     held = held.fget
@@ -519,7 +524,7 @@ def _names_in(code: types.CodeType) -> set[str]:
     return names
 
 
-def contents_of(function: Any) -> Callable[[], None]:
+def restorer_of_contents(function: Any) -> Callable[[], None]:
     """Return a function that restores the contents of all objects that ``function`` holds.
 
     A call may replace a tensor of an object, of a list, or of a closure. The objects are the
@@ -549,7 +554,7 @@ def _undo_of(value: Any) -> list[Callable[[], object]]:
         return []
     undo: list[Callable[[], object]] = []
     if inspect.isfunction(value):
-        for cell in filter(_has, value.__closure__ or ()):
+        for cell in filter(_is_assigned, value.__closure__ or ()):
             undo.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
         own_names = _globals_of(value).keys() & value.__globals__.keys()
         named = {name: value.__globals__[name] for name in own_names}
@@ -564,16 +569,18 @@ def _undo_of(value: Any) -> list[Callable[[], object]]:
 
 def _refill(container: Any, before: Any) -> None:
     container.clear()
-    is_ordered = isinstance(container, list | deque)
-    container.extend(before) if is_ordered else container.update(before)
+    if isinstance(container, list | deque):
+        container.extend(before)
+    else:
+        container.update(before)
 
 
 class HeldState:
     """The tensors that a call may write to besides its inputs, as they are before it.
 
-    Those are parameters, buffers, and plain attributes of modules, which the function is, holds, or
+    These are parameters, buffers and plain attributes of the modules that the function is, holds or
     is given; tensors that it holds; and gradients of all of them. Tensors of other classes, such as
-    DTensors, are passed over, and so is what takes their place.
+    DTensors, are left alone, and so are tensors that replace them.
     """
 
     def __init__(self, function: Any, inputs: Sequence[Any]) -> None:
@@ -584,7 +591,7 @@ class HeldState:
                 others[f"input {place}"] = leaf
         self._function = function
         self._holder = functools.partial(function, **others)
-        self._put_back_contents = contents_of(self._holder)
+        self._put_back_contents = restorer_of_contents(self._holder)
         self._places = list(self._find())
         self._numbers: dict[int, Tensor] = {}
         self._gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -664,11 +671,12 @@ def _differ(one: Tensor, other: Tensor) -> bool:
     return compare([one], [other]).outcome == "different"
 
 
-def _has(cell: types.CellType) -> bool:
+def _is_assigned(cell: types.CellType) -> bool:
+    """Return whether a closed-over name has a value yet."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:
-        return False  # a name that is assigned later
+        return False
     return True
 
 

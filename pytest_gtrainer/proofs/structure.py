@@ -54,7 +54,7 @@ class _Numbered:
 
     Attributes:
         numbers: equal for equal calls, also of another graph that has the same ``table``.
-        abstract: nodes that depend on an input with floating-point numbers, by operators on such.
+        abstract: nodes that depend on a floating-point input by way of floating-point values.
     """
 
     gm: fx.GraphModule
@@ -105,7 +105,7 @@ def prove_by_structure(
 
 
 def _number(gm: fx.GraphModule, table: dict[Any, int]) -> _Numbered:
-    """Give every node a number, which ``table`` has for its call, as for its settings."""
+    """Give every node a number: equal calls have one number in ``table``."""
     side = _Numbered(gm)
     inputs = 0
     for node in gm.graph.nodes:
@@ -118,10 +118,10 @@ def _number(gm: fx.GraphModule, table: dict[Any, int]) -> _Numbered:
         elif _is_unwritten(node):
             key = object()  # memory that nobody has written equals no other
         side.numbers[node] = table.setdefault(key, len(table))
-        before = any(operand in side.abstract for operand in call.operands)
-        if _is_float(node) and (before or node.op == "placeholder"):
+        reads_abstract = any(operand in side.abstract for operand in call.operands)
+        if _is_float(node) and (reads_abstract or node.op == "placeholder"):
             side.abstract.add(node)
-        elif before and not isinstance(value_of(node), Tensor):
+        elif reads_abstract and not isinstance(value_of(node), Tensor):
             side.abstract.add(node)  # several results
     return side
 
@@ -195,7 +195,7 @@ def _pairs_that_part(actual: _Numbered, expected: _Numbered) -> Iterator[tuple[f
 
 
 class _Part:
-    """The nodes of a graph that make ``results`` of values that both graphs make."""
+    """The nodes of one graph that compute ``results`` from values that both graphs have."""
 
     def __init__(self, side: _Numbered, results: Sequence[fx.Node], shared: set[int]) -> None:
         self.side, self.results = side, results

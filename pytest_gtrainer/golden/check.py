@@ -16,6 +16,7 @@ from pytest_gtrainer.golden import artifacts, values
 from pytest_gtrainer.golden.naming import Claim, golden_path
 from pytest_gtrainer.golden.plugin import HAS_PASSED, GoldenPlugin
 from pytest_gtrainer.golden.store import normal
+from pytest_gtrainer.graphtext import header
 from pytest_gtrainer.marker import id_of, spec_of
 
 WHOLE = "full"
@@ -259,10 +260,10 @@ def _not_a_proof(kind: str, text: str, value: Any) -> list[str]:
         return values.not_a_proof(values.plain(value))
     if kind == "text":
         return [] if text.strip() else ["no text is in it"]
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
-    if lines == ["payloads = []"]:
+    content = header.body(text).strip()
+    if content == header.EMPTY["layout"]:
         return ["no payload is in it"]
-    if lines == ["schedule = []"]:
+    if content == header.EMPTY["schedule"]:
         return ["no launch, wait or operator is in it"]
     return []
 

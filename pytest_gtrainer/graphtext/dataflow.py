@@ -48,24 +48,24 @@ class Statement(NamedTuple):
     arguments: Template
 
 
-_STRING = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
-_BUCKET = rf"bucket\((?:{_STRING}|[^()\"'])*\)"
+STRING = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
+_BUCKET = rf"bucket\((?:{STRING}|[^()\"'])*\)"
 _NAME = r"[^\W\d]\w*"
 _CHAIN = (
-    rf"(?:{_BUCKET}|{_NAME})(?:\.{_BUCKET}|\.{_NAME}|\[(?:-?\d+|i(?: ?[+-] ?\d+)?|{_STRING})\])*"
+    rf"(?:{_BUCKET}|{_NAME})(?:\.{_BUCKET}|\.{_NAME}|\[(?:-?\d+|i(?: ?[+-] ?\d+)?|{STRING})\])*"
 )
 _TOKEN = re.compile(
-    rf"{_STRING}|\d[\w.]*|(?:True|False|None)\b|(?P<sym>sym\()|[^\W\d][\w.]*(?<!bucket)(?=[=(])"
+    rf"{STRING}|\d[\w.]*|(?:True|False|None)\b|(?P<sym>sym\()|[^\W\d][\w.]*(?<!bucket)(?=[=(])"
     rf"|(?P<chain>{_CHAIN})|(?P<parenthesis>[()])"
 )
 _NAMED = re.compile(r"(?:(?P<origin>.+)\.)?(?P<name>\w+)(?:\[-?\d+\])*")
-_SYMBOL = re.compile(r"(?:.+\.)?[a-z]+\d+")
-_TAG = rf"\w+(?:\((?:{_STRING}|[^\"'])*?\))?"
+_SYMBOL_NAME = re.compile(r"(?:.+\.)?[a-z]+\d+")
+_TAG = rf"\w+(?:\((?:{STRING}|[^\"'])*?\))?"
 _STATEMENT = re.compile(
     rf"({_NAME}): (.*?)(?: \| ({_TAG}(?: \| {_TAG})*))? = ({_CHAIN})\((.*)\)", re.DOTALL
 )
 _PATH_OF_TAG = re.compile(
-    rf"{_STRING}|(?P<tag>\b(?:{syntax.AT}|{syntax.CHUNK})\()(?P<path>{_CHAIN})"
+    rf"{STRING}|(?P<tag>\b(?:{syntax.AT}|{syntax.CHUNK})\()(?P<path>{_CHAIN})"
 )
 
 
@@ -100,7 +100,7 @@ def template(text: str, is_type: bool = False) -> Template:
             depth += 1 if token == "(" else -1
         elif match["chain"] and depth:
             # ``f32[`` of a type looks like a symbol, but for its bracket.
-            if _SYMBOL.fullmatch(token) and text[end : end + 1] != "[":
+            if _SYMBOL_NAME.fullmatch(token) and text[end : end + 1] != "[":
                 symbols.append(token)
                 token = SYMBOL
         elif match["chain"] and token[0] in syntax.INPUT_SPACES and token[1:2] in (".", "["):

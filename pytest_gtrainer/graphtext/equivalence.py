@@ -24,7 +24,15 @@ from dataclasses import dataclass
 from operator import add, mul, sub
 from typing import Any, NamedTuple
 
-from pytest_gtrainer.graphtext.dataflow import HOLE, SYMBOL, Dataflow, Operand, Value, dataflow
+from pytest_gtrainer.graphtext.dataflow import (
+    HOLE,
+    STRING,
+    SYMBOL,
+    Dataflow,
+    Operand,
+    Value,
+    dataflow,
+)
 
 # Not 2**61 - 1, modulo which Python hashes integers: 3 and 2**63 - 1 would be one.
 _PRIME = 2**127 - 1
@@ -36,8 +44,8 @@ def canonical(text: str, meanings: Sequence[str]) -> str:
 
     ``text`` has a ``SYMBOL`` for each of ``meanings``. ``s0*s1 + s1`` and ``s1 + s1*s0`` have the
     same form, although sympy prints terms in the order of the names. The symbols get random
-    numbers, and the polynomial is evaluated modulo a prime (Schwartz, Zippel): two different ones
-    agree with a probability of their degree divided by 2**61.
+    numbers of 61 bits (Python's hashes), and the polynomial is evaluated modulo a prime (Schwartz,
+    Zippel): two different ones agree with a probability of their degree divided by 2**61.
     """
     places = itertools.count()
     numbered = re.sub(SYMBOL, lambda _: f"_symbol{next(places)}", text.replace(HOLE, "_hole"))
@@ -251,8 +259,7 @@ def _digest_statement(
     return numbers.of(["\n".join(lines), *parts])
 
 
-_STRING = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
-_PART_OF_ARGUMENTS = re.compile(rf"{_STRING}|, |.", re.DOTALL)
+_PART_OF_ARGUMENTS = re.compile(rf"{STRING}|, |.", re.DOTALL)
 
 
 def bare_name(operator: str) -> str:

@@ -43,7 +43,7 @@ class LayerRun:
     section: Section
     count: int
     step: int
-    visit: int  # how often the schedule has come to each of them: 1 at the first time
+    visit: int  # 1 if these sections are the first ones of their layers, 2 for the second ones
 
     @property
     def place(self) -> tuple[str, str, int]:
@@ -171,6 +171,7 @@ def rising(numbers: Sequence[int]) -> list[int]:
     """Return the places of a longest rising subsequence of different numbers.
 
     Patience sorting, n log n: ``ends[k]`` is the smallest number that ends k+1 rising ones so far.
+    A number that ends more than any before is appended, as the slice of one place is empty there.
     """
     ends: list[int] = []
     lengths = []

@@ -31,6 +31,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 VERSION = 2
 PARTIAL_VIEWS = ("schedule", "layout")
 """Views that show a part of a graph; their texts say which, in the field ``view``."""
+EMPTY = {"layout": "payloads = []", "schedule": "schedule = []"}
+"""By view, the text of a graph of which it shows nothing; an empty file would look damaged."""
 _is_comment = operator.methodcaller("startswith", "#")
 _FIRST = re.compile(r"# gtrainer graph v(\d{1,9})(?!\d)\s*")
 

@@ -52,8 +52,9 @@ from pytest_gtrainer.graphtext.operators import word
 from pytest_gtrainer.graphtext.sections import is_word
 
 _DEEPEST = 40
+# Flags of classes in CPython (Py_TPFLAGS_...): allocated at run time, as ``class`` does; its
+# attributes cannot be set; only C makes its instances.
 _HEAP, _IMMUTABLE, _NOT_CALLED = 1 << 9, 1 << 8, 1 << 7
-"""Flags of classes: made at run time; by C, so that nobody may change it; by C alone."""
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """What every module holds: its tables of parameters and hooks, and ``training``."""
 _FROZEN = "<frozen "

@@ -40,7 +40,7 @@ CONSTANTS: dict[str, object] = {
     "infj": complex(0, float("inf")),
     "nanj": complex(0, float("nan")),
 }
-"""The values of bare words that name no value of the graph."""
+"""The constants that bare words stand for, where no value of the graph has that name."""
 
 
 def spell_literal(value: Any) -> str | None:

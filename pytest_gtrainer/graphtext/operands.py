@@ -67,7 +67,7 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.GtE: sympy.Ge,
 }
 _Layout = tuple[torch.dtype, tuple[Any, ...], tuple[Any, ...]]
-_LARGEST = 2**62
+_LARGEST = 2**62  # of a size, and of a base that is raised to a power
 _NO_TENSOR = (
     RuntimeError,
     TypeError,
@@ -81,7 +81,7 @@ _NO_TENSOR = (
 _QUANTISED = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 # What ``repr`` writes; Python's own ``int`` and ``float`` read ``+5`` and ``-infinity``, too.
 _NUMBER = re.compile(r"-?(inf|nan|\d)(?!inity)")
-_GROWING = (
+_POWERS = (
     operator.pow,
     functions.FloatPow,
     functions.PowByNatural,
@@ -186,7 +186,7 @@ class Sizes:
         if function is None:
             raise unexpected(node, "a size like `4`, `s0` or `2*u0 + 1`")
         values = [self._expression(part, place) for part in parts]
-        if function in _GROWING and not self._is_moderate(values):
+        if function in _POWERS and not self._is_moderate(values):
             raise unexpected(node, f"a power of a symbol, at most {_HIGHEST}")
         try:
             return function(*values)

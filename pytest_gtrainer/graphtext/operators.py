@@ -26,7 +26,7 @@ from pytest_gtrainer.graph.nodes import graphs_in
 from pytest_gtrainer.graphtext.header import nearest
 from pytest_gtrainer.graphtext.sections import spell
 
-_FLOATING = frozenset({"_c10d_functional", "_c10d_functional_autograd", "bucketing", "symm_mem"})
+_MOVABLE = frozenset({"_c10d_functional", "_c10d_functional_autograd", "bucketing", "symm_mem"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Operator:
     # positions and names of the arguments that name process groups
     group_arguments: frozenset[int | str] = frozenset()
     # It communicates, or packs for it: its line may stand in the section of another layer.
-    floats: bool = False
+    is_movable: bool = False
     # It starts a collective, a send or a receive.
     launches: bool = False
 
@@ -69,7 +69,7 @@ def function_of(target: Callable[..., Any]) -> Operator:
             ".".join(map(word, path)),
             name,
             frozenset(groups),
-            namespace in _FLOATING,
+            namespace in _MOVABLE,
             launches(target),
         )
 
@@ -250,10 +250,10 @@ def operator_named(spelled: str, allow: Iterable[str] = ()) -> Callable[..., Any
 
 
 def targets_named(spelled: str) -> list[Callable[..., Any]]:
-    """Return the operators of a name in this process, none if it is not known; not to be called.
+    """Return the operators that a name has in this process; an empty list if it has none.
 
-    A method, or a function of torch, stands for all overloads of the operator of its name in
-    ``aten``.
+    They are for questions: a text may not call all of them. A method, or a function of torch,
+    stands for all overloads of the operator of its name in ``aten``.
     """
     name = _name_of(spelled)
     space, _, rest = name.partition(".")
@@ -452,8 +452,8 @@ def names_of_groups(
 ) -> dict[str, str]:
     """Return the name of a process group for each symbol of a text.
 
-    It is the ``given`` one, else a group of this process with the ranks of the text, best one with
-    that symbol, else the symbol itself.
+    It is the ``given`` one, else that of a group of this process with the ranks of the text,
+    preferably one with this symbol. Without such a group it is the symbol itself.
     """
     names = {symbol: given[symbol] for symbol in ranks_of if symbol in given}
     # First the groups with the symbol as their role, so that others do not take these away.

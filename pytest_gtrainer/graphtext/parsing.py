@@ -251,7 +251,7 @@ class _Parser:
         for block, lines in self._sections:
             for name in block.keys:
                 for line in lines:
-                    self._run(self._keys[name], *line.source)
+                    self._make_line(self._keys[name], *line.source)
         self._finish()
         return self
 
@@ -372,8 +372,8 @@ class _Parser:
         self._limits.ranks -= len(ranks)
         return tuple(ranks)
 
-    def _run(self, key: SectionKey, node: ast.stmt, heading: ast.expr | None) -> None:
-        """Make the node of one statement."""
+    def _make_line(self, key: SectionKey, node: ast.stmt, heading: ast.expr | None) -> None:
+        """Make the node of one statement, or keep a result."""
         place = LinePlace(*key)
         match node:
             case _ if key.space == "out":

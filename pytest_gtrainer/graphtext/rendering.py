@@ -48,8 +48,6 @@ from pytest_gtrainer.graphtext.spelling import (
 )
 
 VIEWS = ("full", "schedule", "layout")
-# the text of a layout without any payload, which would be empty
-NOTHING = "payloads = []"
 _Drawn = tuple[list[str], list[Section]]
 """The lines at the head, and the sections before they are folded."""
 
@@ -254,8 +252,8 @@ def _input_sections(speller: Speller) -> Iterable[Section]:
 
 def _schedule_sections(speller: Speller) -> Iterable[Section]:
     scopes, computed = speller.scopes, speller.scopes.computed
-    floating = [operator_of(node).floats or scopes.of[node].floats for node in computed]
-    for key, here in stretches(section_keys([scopes.of[node].key for node in computed], floating)):
+    movable = [operator_of(node).is_movable or scopes.of[node].is_movable for node in computed]
+    for key, here in stretches(section_keys([scopes.of[node].key for node in computed], movable)):
         speller.enter_section(key)
         lines = []
         for scope, members in itertools.groupby(computed[here], scopes.of.__getitem__):
@@ -336,4 +334,4 @@ def _layout(
                 lines.append(Line("", f"{path}: at({slot.offset:_}, bytes={slot.nbytes:_})"))
         sections.append(Section(key, tuple(lines)))
 
-    return list(map(str, groups.values())) or [NOTHING], sections
+    return list(map(str, groups.values())) or [headers.EMPTY["layout"]], sections

@@ -8,7 +8,7 @@ Sections are those of the full text, and a collective has the name that it has t
 - ``wait(bucket(L).all_gather_into_tensor)``: its result is needed from here on;
 - ``compute(L, mm*7, mul*18, ..., ops=59)``: the operators up to the next launch or wait, and the
   module of all of them;
-- ``call(L.moe, cond, cond_graph_0)``: runs a graph inside the graph that communicates itself.
+- ``call(L.moe, cond, cond_graph_0)``: runs an inner graph that contains collectives.
 
 *Packing* is work for one launch only (the cast of a parameter, the copy into a bucket's payload) or
 for one wait (the copies out of it), next to it in the schedule. It has no line of its own. A *free*
@@ -28,6 +28,7 @@ from pytest_gtrainer.graph.collectives import group_of, hides, is_fused, ranks_g
 from pytest_gtrainer.graph.nodes import bodies_of, is_view, is_wait, spell_dtype, tensors_in
 from pytest_gtrainer.graph.packing import sent_operands
 from pytest_gtrainer.graphtext.folding import INDENT, fold
+from pytest_gtrainer.graphtext.header import EMPTY
 from pytest_gtrainer.graphtext.operators import operator_of, spell_ranks, word
 from pytest_gtrainer.graphtext.scopes import is_computed, is_item, users_of
 from pytest_gtrainer.graphtext.sections import (
@@ -132,7 +133,7 @@ def _source(node: fx.Node) -> fx.Node:
 def payload_of(launch: fx.Node) -> list[torch.Tensor]:
     """Return the tensors that a collective moves: its result, or operands known to be larger.
 
-    Returns none of a fused collective, whose operands are those of its matmul.
+    Returns an empty list for a fused collective, whose operands are those of its matmul.
     """
     if is_fused(launch):
         return []
@@ -155,8 +156,6 @@ def communicates(gm: fx.GraphModule) -> bool:
 
 
 _MOST_KINDS, _MOST_OWNERS = 5, 2
-# the text of a schedule without any operator, which would be empty
-_NOTHING = "schedule = []"
 
 
 def draw(
@@ -185,7 +184,7 @@ def draw(
     for content, name in names.items():
         head += [f"def {name}():", *content.splitlines()]
     if not head and not sections and outer is None:
-        head.append(_NOTHING)
+        head.append(EMPTY["schedule"])
     return head, sections
 
 
@@ -206,11 +205,12 @@ class _Schedule:
 
     def sections(self) -> Iterable[Section]:
         shown = [node for node in self._nodes if node not in self._serves and not is_free(node)]
-        floating = []
+        movable = []
         for node in shown:
             operator = operator_of(node)
-            floating.append(self._scopes[node].floats or operator.floats or operator.launches)
-        keys = section_keys([self._scopes[node].key for node in shown], floating)
+            is_movable = self._scopes[node].is_movable or operator.is_movable
+            movable.append(is_movable or operator.launches)
+        keys = section_keys([self._scopes[node].key for node in shown], movable)
         for key, here in stretches(keys):
             self._speller.enter_section(key)
             lines = []

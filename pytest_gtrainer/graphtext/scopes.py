@@ -1,6 +1,6 @@
 """Metadata of nodes in graph text: module or bucket, space, name, and tags, written and read.
 
-A node is *unowned* if its metadata names no module, as of a gradient that autograd accumulates. Its
+A node is *unowned* if its metadata names no module, as where autograd accumulates a gradient. Its
 module follows from the operands. *Tags* stand beside the type, ``f32[2] | must_save |
 custom(stage=1)``:
 

@@ -126,8 +126,7 @@ def common_parent(fqns: list[str]) -> str:
     return ".".join(common)
 
 
-# A section has at most so many stretches of other layers inside it.
-_REACH = 4
+_REACH = 4  # the most stretches of other layers that a section may have inside it
 
 
 class SectionKey(NamedTuple):
@@ -164,7 +163,7 @@ class Scope(NamedTuple):
         return self.owners == ("",)
 
     @property
-    def floats(self) -> bool:
+    def is_movable(self) -> bool:
         """Return whether its lines may stand in the section of another layer."""
         return self.is_bucket or self.is_nowhere
 
@@ -207,20 +206,23 @@ class Section(NamedTuple):
         return [GraphLine(str(self.key), line.heading, line.text) for line in self.lines]
 
 
-def section_keys(own: Sequence[SectionKey], floating: Sequence[bool]) -> list[SectionKey]:
+def section_keys(own: Sequence[SectionKey], are_movable: Sequence[bool]) -> list[SectionKey]:
     """Return the key of the section in which each line stands.
 
-    ``own`` has the keys of the lines' scopes, ``floating`` is true of lines that may stand in the
-    section of another layer (collectives, and values of no known module). A floating line never
-    opens a section: it stands in that of its own layer if that comes next, else where the schedule
-    has put it.
+    A movable line never opens a section. It stands in the section of its own layer if that comes
+    next, else where the schedule has put it.
+
+    Args:
+        own: the keys of the lines' scopes.
+        are_movable: whether each line may stand in the section of another layer, as collectives
+            and values of no known module may.
     """
-    # From each line on, the key of the next line that does not float; of a floating line before
-    # lines of its own key, this key.
+    # From the last line to the first, after a None that ends them: the key of each line that stands
+    # in its own section, and the next such key. A movable line does if the next line has its key.
     fixed: list[SectionKey | None] = [None]
     ahead: list[SectionKey | None] = [None]
-    for here, floats in zip(reversed(own), reversed(floating), strict=True):
-        fixed.append(here if not floats or fixed[-1] == here else None)
+    for here, is_movable in zip(reversed(own), reversed(are_movable), strict=True):
+        fixed.append(here if not is_movable or fixed[-1] == here else None)
         ahead.append(fixed[-1] or ahead[-1])
     keys: list[SectionKey] = []
     for here, key, after in zip(own, fixed[:0:-1], ahead[:0:-1], strict=True):
@@ -250,7 +252,7 @@ def _absorb(keys: list[SectionKey]) -> list[SectionKey]:
         key, last, between, place = lengths[first][0], first, 0, first + 1
         while key.layer is not None and place < min(last + 2 + _REACH, len(lengths)):
             found, length = lengths[place]
-            # The layer goes on only if the stretches between are shorter than its next one.
+            # The layer goes on only if its next stretch is longer than all that lies between.
             if found.space != key.space or (found == key and between >= length):
                 break
             if found == key:

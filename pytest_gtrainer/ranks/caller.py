@@ -142,7 +142,7 @@ def _payload(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _end(outcome: RanksOutcome) -> None:
-    """Raise the earliest cause of a failure, and give the ranks' warnings."""
+    """Raise the earliest cause of a failure, and issue the ranks' warnings."""
     __tracebackhide__ = True
     try:
         _raise_failure(outcome)
@@ -155,7 +155,7 @@ def _end(outcome: RanksOutcome) -> None:
 
 
 def _repeat_warnings(outcome: RanksOutcome) -> None:
-    """Give the ranks' warnings here, where the test's own filters apply, equal ones once."""
+    """Issue the ranks' warnings here, under the filters of the test; equal ones once."""
     records: dict[wire.WarningRecord, None] = {}
     for answer in outcome.called.values():
         records |= dict.fromkeys(answer.warnings)

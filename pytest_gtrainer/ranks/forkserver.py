@@ -57,8 +57,8 @@ def main(fd: int, folder: str, modules: list[str], preload: list[str]) -> NoRetu
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # Have no terminal, as in a session of one's own: to read from the parent's (``getpass``), or to
-    # write to it after ``stty tostop``, would stop a rank for good.
+    # Give up the terminal. Else a rank that reads from it (``getpass``), or writes to it after
+    # ``stty tostop``, would be stopped by a signal and never go on.
     with contextlib.suppress(OSError), open("/dev/tty", "rb", buffering=0) as terminal:
         fcntl.ioctl(terminal, termios.TIOCNOTTY)
     server = _Server(Connection(fd), folder)
@@ -67,8 +67,8 @@ def main(fd: int, folder: str, modules: list[str], preload: list[str]) -> NoRetu
         with contextlib.suppress(Exception):
             importlib.import_module(name)
         if _has_threads():
-            # A process with threads cannot be forked, so start over without this module and those
-            # after it. A driver that has started a thread here will not start in the ranks.
+            # A process with threads cannot be forked, so start again without this module and those
+            # after it. A driver that has started a thread here will not start one in the ranks.
             argument = json.dumps([fd, folder, sys.path, modules[:place], preload])
             os.execv(sys.executable, [*sys.orig_argv[:-1], argument])
     preloading = Path(folder) / PRELOADING

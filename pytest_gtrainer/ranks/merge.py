@@ -1,7 +1,8 @@
 """Merge what ranks report of a test into the reports that pytest gets.
 
-What a test came to on one rank is its *result*; ``shown_rank`` says which result is the test's.
-What the parent finds wrong afterwards, a golden for example, is an *objection*: see ``objections``.
+The outcome of a test on one rank is its *result*; ``shown_rank`` says which result is the test's.
+A fault that the parent finds afterwards, such as a golden that differs, is an *objection*: see
+``objections``.
 Outcome, exit status, JUnit file, summary and page all follow from the reports made here, for every
 launcher of ranks.
 
@@ -124,7 +125,7 @@ def _properties_of(by_rank: Mapping[int, RankReports]) -> list[tuple[str, object
 
 
 def passes(item: pytest.Item, outcome: RanksOutcome) -> bool:
-    """Return whether a test passed on all ranks; gives nothing to pytest, and judges no goldens."""
+    """Return whether a test passed on all ranks. No report goes to pytest, no golden is judged."""
     return not any(report.failed for report in _read_ranks(item, outcome).reports())
 
 
@@ -139,7 +140,7 @@ def _read_ranks(item: pytest.Item, outcome: RanksOutcome) -> "MergedTest":
 
 
 def _repeat_warnings(item: pytest.Item, outcome: RanksOutcome) -> None:
-    """Give the ranks' warnings to pytest as if they came from here, equal ones once."""
+    """Report the ranks' warnings to pytest as if they were issued here; equal ones once."""
     records: dict[Any, None] = {}
     for answer in outcome.done.values():
         records |= dict.fromkeys(answer.warnings)
@@ -354,9 +355,10 @@ def result_of(reports: RankReports) -> str:
 def shown_rank(results: Mapping[int, str]) -> int | None:
     """Return the rank whose reports stand for those of all; None if the ranks do not agree.
 
-    Not for failures, which win over all, but for those that are mere consequences. An expected
-    failure on one rank is one of the test: the others may have had no part in it. A skip must be
-    agreed, or what some ranks did not check would look like a check.
+    Failures of their own are reported before this is asked; a rank that only lost its collective
+    still counts as failed here. An expected failure on one rank is one of the test, as the others
+    may have had no part in it. All ranks have to skip, or what some did not check would look like a
+    check.
 
     >>> shown_rank({0: "passed", 1: "xpassed"}), shown_rank({0: "passed", 1: "xfailed"})
     (1, 1)
@@ -380,7 +382,7 @@ def _shown_rank_of(subtest: Mapping[int, pytest.TestReport]) -> int | None:
 
 
 class _Event(NamedTuple):
-    """Something that makes the test fail: a rank's exception, or, without a report, an incident."""
+    """A reason why the test fails: the failed report of a rank, or an incident, without a report."""
 
     time: float
     rank: int | None
@@ -488,8 +490,8 @@ class MergedTest:
     def _failures(self) -> Iterator[_Event]:
         """Yield the failed phases of ranks.
 
-        A phase that only lost its collective is none, but a later one of that rank may fail by
-        itself.
+        A phase that failed only because another rank left the collective is not one of them. A
+        later phase of that rank may still fail by itself.
         """
         for rank, result in self.results.items():
             if result != "failed":
@@ -503,7 +505,7 @@ class MergedTest:
                 if raised is None and is_first:
                     raised = first
                 is_first = False
-                if self.outcome.is_lost(raised):
+                if self.outcome.lost_its_collective(raised):
                     continue
                 time, origin = _NEVER, None
                 if raised is not None:

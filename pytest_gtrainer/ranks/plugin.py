@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pytest_gtrainer.ranks.watch import RanksOutcome
     from pytest_gtrainer.worlds.spec import World, WorldSpec
 
-# Anything else that strikes during dispatch, a plugin's time limit for one, is the test's failure.
+# Any other exception while ranks run a test, such as a plugin's time limit, fails this test.
 NOT_A_FAILURE = (KeyboardInterrupt, pytest.exit.Exception)
 
 
@@ -119,7 +119,7 @@ class RanksPlugin:
         self._session: pytest.Session | None = None
         self._last_test = ""  # of this process, on ranks or not
         # With --gt-one-rank: ends the world of one rank in this process.
-        self._alone: ExitStack | None = None
+        self._own_world: ExitStack | None = None
 
     @property
     def pool(self) -> Pool:
@@ -171,7 +171,7 @@ class RanksPlugin:
         cause = missing(spec, found)
         if cause is None:
             if spec.kind == "ranks" and found.in_process:
-                self._be_a_rank()
+                self._enter_own_world()
             return
         required = options.get(self.config, "require")
         if required == "cuda" or (required == "ranks" and spec.device in (None, found.kind)):
@@ -249,8 +249,8 @@ class RanksPlugin:
         from pytest_gtrainer.ranks.team import RanksError
 
         if not before.on_used_ranks:
-            said = "The test was not run again: its ranks were new, no test had run on them."
-            append_section(failed, "fresh ranks", said)
+            text = "The test was not run again: its ranks were new, no test had run on them."
+            append_section(failed, "fresh ranks", text)
             return
         command = wire.RunItem(_item_ref(item), None, item.location)
         try:
@@ -260,14 +260,14 @@ class RanksPlugin:
         except (RanksError, LeaseError) as error:
             append_section(failed, "fresh ranks", f"The test was not tried on fresh ranks: {error}")
             return
-        said = "The test fails on fresh ranks, too."
+        text = "The test fails on fresh ranks, too."
         if passes(item, outcome):
-            said = (
+            text = (
                 "The test passes on fresh ranks. Either something that earlier tests left in these "
                 "processes makes it fail, such as a table of a library, or chance does. "
                 "--gt-fresh-ranks starts new ranks for each test."
             )
-        append_section(failed, "fresh ranks", said)
+        append_section(failed, "fresh ranks", text)
 
     def _spec_on_ranks(self, item: pytest.Item) -> WorldSpec | None:
         """Return the spec of a test that is sent to ranks.
@@ -284,29 +284,30 @@ class RanksPlugin:
             return None  # pytest shows what it would do, and runs no test
         return spec
 
-    def _be_a_rank(self) -> None:
+    def _enter_own_world(self) -> None:
         """Begin a test as a rank does: the world is up before its fixtures, and the seed is set."""
         import torch.distributed as dist
 
         from pytest_gtrainer.numerics.determinism import seed_everything
         from pytest_gtrainer.worlds.hygiene import SEED
 
-        if self._alone is not None and not dist.is_initialized():  # the test before has ended it
-            self._be_none()
-        if self._alone is None:
-            self._alone = ExitStack()
-            self._alone.enter_context(one_rank(self.config))
+        # The test before may have destroyed the group.
+        if self._own_world is not None and not dist.is_initialized():
+            self._leave_own_world()
+        if self._own_world is None:
+            self._own_world = ExitStack()
+            self._own_world.enter_context(one_rank(self.config))
         seed_everything(SEED)
 
-    def _be_none(self) -> None:
-        stack, self._alone = self._alone, None
+    def _leave_own_world(self) -> None:
+        stack, self._own_world = self._own_world, None
         if stack is not None:
             stack.close()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         self._refuse_late_marker(item)
-        if self._alone is None:
+        if self._own_world is None:
             result = yield
         else:
             from pytest_gtrainer.ranks.inside.session import restored_after
@@ -332,7 +333,7 @@ class RanksPlugin:
             return (yield)
         finally:
             if nextitem is None or ranks_spec(nextitem) is None:
-                self._be_none()
+                self._leave_own_world()
 
     def _run(
         self, item: pytest.Item, spec: WorldSpec, nextitem: pytest.Item | None
@@ -351,10 +352,8 @@ class RanksPlugin:
         try:
             outcome = self.pool.run(spec.size, command, limit_of(item.config, spec), item.nodeid)
         except (RanksError, LeaseError) as error:
-            outcome, why = None, str(error)
-        if outcome is None:
-            # Not in the handler, so that pytest does not show the other exception above this one.
-            pytest.fail(why, pytrace=False)
+            # ``from None``, or pytest would show the other exception above this one.
+            raise pytest.fail.Exception(str(error), pytrace=False) from None
         for answer in outcome.done.values():
             if "Quitting debugger" in (answer.trouble or ""):
                 item.session.shouldstop = "Quitting debugger"

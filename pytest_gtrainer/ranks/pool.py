@@ -265,7 +265,7 @@ def sharing_of(config: pytest.Config, stop_ranks: Callable[[], None]) -> Sharing
     found, limit = devices.resolve(config), options.get(config, "lease-timeout")
     write = functools.partial(write_line, config)
     if devices.launch_of(config) is not None:
-        return Sharing()  # whoever has started torchrun shares them out
+        return Sharing()  # whoever starts torchrun has chosen its devices
     if found.kind == "cuda":
         # One folder for every run of this user on this machine.
         folder = Path(tempfile.gettempdir()) / f"gtrainer-leases-{os.getuid()}"

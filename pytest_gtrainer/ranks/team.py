@@ -70,7 +70,10 @@ class RanksError(Exception):
 
 
 def readable(fds: Iterable[int], seconds: float) -> set[int]:
-    """Return the files that can be read or have ended; wait for the first, an hour at most."""
+    """Return the descriptors of ``fds`` that can be read, or whose other end is closed.
+
+    Wait ``seconds`` for the first one, an hour at most.
+    """
     # multiprocessing's ``wait`` makes a selector each time, which costs more than all else in a
     # test.
     poll = select.poll()

@@ -1,12 +1,13 @@
 """Run one command on a team of ranks within limits, so that no fault of a rank blocks the others.
 
 ``run_on`` waits for every rank's answer, up to the limit. If a rank has raised or died, the others
-may be blocked in a collective with it. So after a moment the ranks that are through destroy their
-groups, which makes the blocked ones raise. If a rank is still stuck a while later, it gives its
-stack, and the whole team is killed. If all ranks that have not ended wait in collectives, twice in
-a row in the same, their calls are compared: see ``answers``.
+may be blocked in a collective with it. So after a moment the ranks that have answered destroy their
+groups, which makes the blocked ones raise. If a rank is still stuck a while later, its stack is
+kept for the report, and the whole team is killed. If all ranks that have not answered wait in
+collectives, and in the same ones a moment later, their calls are compared: see ``answers``.
 
-The result is a ``RanksOutcome``; what befell a rank from outside of its test is an ``Incident``.
+The result is a ``RanksOutcome``. A fault that is no failure of a phase of the test is an
+``Incident``.
 """
 
 import contextlib
@@ -38,8 +39,8 @@ BUSY_LIMIT = 8.0
 LOOK_EVERY = 1.0
 LOOK_SOON = 0.5
 LOOK_RARELY = 5.0
-# A wait that is no recorded collective, a receive for example, is for nobody if all the others have
-# been idle so long.
+# torch records no call for some waits, such as a receive. Such a wait never ends if all other ranks
+# have ended or waited for so long.
 IDLE_LIMIT = 8.0
 # A test that takes long writes a line that says where its ranks are.
 LINE_EVERY = 60.0
@@ -235,10 +236,10 @@ class RanksOutcome:
 
     def is_consequence(self, rank: int) -> bool:
         """Return whether a rank failed only because another one ended their collective."""
-        return self.is_lost(self.raised.get(rank))
+        return self.lost_its_collective(self.raised.get(rank))
 
-    def is_lost(self, raised: wire.Raised | None) -> bool:
-        """Return whether an exception only says that another rank has ended the collective."""
+    def lost_its_collective(self, raised: wire.Raised | None) -> bool:
+        """Return whether an exception only says that another rank has left the collective."""
         if raised is None or raised.waiting_in is None or raised.origin is not None:
             return False
         if self.unblocked_at is None:
@@ -465,10 +466,10 @@ class _CommandRun:
         waiting = {rank for rank, stack in stacks.items() if answers.waiting_in(stack)}
         is_stuck = False
         if self.freed_at is None:
-            # No rank has left its group, so a collective of all that are left never ends.
+            # No rank has left its group, so nothing frees ranks that all wait in collectives.
             is_stuck = waiting == self.pending
         elif now >= self.freed_at + STUCK_AFTER and waiting:
-            # Those that left have had their time and did not free the ones that have not raised.
+            # Ranks have left their groups, and after a while that has freed no more of the others.
             is_stuck = self.pending - self.outcome.raised.keys() <= waiting
 
         if is_stuck or now > self.busy_until:

@@ -45,9 +45,9 @@ def on_first_rank(make: Callable[[], T]) -> T:
             content = pickle.dumps((result, error))
         except Exception:
             # The others wait, so they have to hear of it in any case.
-            said = error or f"the first rank has made what cannot be sent: {type(result).__name__}"
-            error = error or RuntimeError(said)
-            content = pickle.dumps((None, RuntimeError(f"on the first rank: {said}")))
+            reason = error or f"the result cannot be pickled: {type(result).__name__}"
+            error = error or RuntimeError(reason)
+            content = pickle.dumps((None, RuntimeError(f"on the first rank: {reason}")))
     length = torch.tensor([len(content)], device=device)
     dist.broadcast(length, src=0)
     sent = torch.frombuffer(bytearray(content.ljust(int(length))), dtype=torch.uint8).to(device)

@@ -1,4 +1,4 @@
-"""State of the process that a test may change, and must not hand to the next test.
+"""State of the process that a test may change, and that is put back before the next test.
 
 Also keeps torch's structured trace apart from pytest's captured logs: ``torch.__trace`` does not
 propagate and is at DEBUG, and torch writes to it only if it has handlers. pytest 9.1 and later

@@ -1,7 +1,7 @@
 """Run any graph, or any eager function, on all ranks of a simulated world.
 
-They serve code that no ``TrainConfig`` describes. Both return the results of every rank, by name,
-and add in the order of one net:
+Use them for code that no ``TrainConfig`` describes. Both return the results of every rank by name,
+and reductions add in the order of one net:
 
     actual = simulate_graph(gm, inputs_of_rank, gt_world)
     assert_bitwise_equal(actual, simulate_eager(function, inputs_of_rank, gt_world))
@@ -110,8 +110,8 @@ def run_on_net(
     # A world of another size may be up: its groups are not those of the simulated ranks.
     is_here = dist.is_initialized() and dist.get_world_size() == net.size
     known = _groups_of(collectives, net.size, groups or {}, is_here)
-    rank = dist.get_rank() if is_here else 0
-    graph = RankGraph(gm, rank, net.size, known, (mesh,)).with_graph(gm)
+    own_rank = dist.get_rank() if is_here else 0
+    graph = RankGraph(gm, own_rank, net.size, known, (mesh,)).with_graph(gm)
 
     given = [_in_order(gm, own, rank) for rank, own in enumerate(inputs)]
     values: list[Any] = []

@@ -38,7 +38,7 @@ def test_what_the_first_rank_raises_is_raised_on_all(gt_world):
         on_first_rank(fails)
     with pytest.raises(Exception, match="with a lock"):
         on_first_rank(fails_with_a_lock)
-    with pytest.raises(RuntimeError, match="has made what cannot be sent: lock"):
+    with pytest.raises(RuntimeError, match="the result cannot be pickled: lock"):
         on_first_rank(threading.Lock)
     assert on_first_rank(lambda: 1) == 1
 
@@ -58,6 +58,6 @@ def test_ranks_of_one_process_get_what_the_first_makes_or_raises():
                 said.append(str(error).removeprefix("on the first rank: "))
         return said
 
-    lock = "the first rank has made what cannot be sent: lock"
+    lock = "the result cannot be pickled: lock"
     found = run_threads(3, ask, net=NetModel(1, 3))
     assert found == [[[0], "on rank 0", lock]] * 3

@@ -63,8 +63,8 @@ from pytest_gtrainer.worlds import hygiene
 # The parent's limit for a test ends a blocked collective long before this does.
 COLLECTIVE_LIMIT = timedelta(hours=24)
 
-# How many of the last calls of a test are compared between ranks. The recorder is read after each
-# test that communicates, 5 microseconds a call that it holds.
+# How many of the last calls of a test are compared between ranks. Reading the recorder takes 5
+# microseconds for each call in it, after each test that communicates.
 _RECORDED = "128"
 MEMORY_TOLERANCE = 2**20
 
@@ -293,9 +293,9 @@ class RankGroup:
             count_messages(self._points, self._messages)
 
     def join(self, place: str, size: int) -> None:
-        """Make the default group anew, of ``size`` ranks that meet at ``place``.
+        """Make the default group anew, of ``size`` ranks.
 
-        It is the ``store`` of a ``wire.JoinGroup``.
+        ``place`` is where they meet: the ``store`` of a ``wire.JoinGroup``.
         """
         if self.rank >= size:
             raise ValueError(

@@ -326,10 +326,10 @@ def record_of_warning(
 
 
 def wait_for_gpu() -> None:
-    """Fail a test for what its last kernels did wrong: the next one would be blamed.
+    """Fail a test whose last kernels have failed; otherwise the next test would be blamed.
 
-    Not without end: a kernel may wait for a rank that never comes. The counts of what the ranks
-    have issued show that.
+    Waits ``GPU_LIMIT`` seconds at most, since a kernel may wait for a rank that never comes. That
+    shows when the parent compares how many collectives the ranks have issued.
     """
     torch = sys.modules["torch"]
     if not torch.cuda.is_initialized():

@@ -2,11 +2,11 @@
 that fails.
 
 The graph is replayed after a prefix of the passes, from the same inputs, random states and buffers.
-Halving finds two neighbours, of which the longer alone changes a bit, in ``log2(passes) + 2``
-replays. The graphs before and after that pass then run once more with the value of every node as a
-result. The first node of one name whose value differs is reported, with the new nodes that it is
-computed from. Results are compared, and what a graph leaves: its inputs, written attributes, and
-the states of random generators.
+Halving the passes takes ``log2(passes) + 2`` replays. It finds a pass such that the prefix with it
+changes a bit and the prefix without it does not. The graphs before and after that pass then run
+once more with the value of every node as a result. The first node of one name whose value differs
+is reported, with the new nodes that it is computed from. Results are compared, and what a graph
+leaves: its inputs, written attributes, and the states of random generators.
 
 A ``PassWitness`` sees each pipeline that runs, and the inputs of the first replays of its result. A
 comparison that differs then bisects each of them. On real ranks every rank must come to the same
@@ -331,10 +331,12 @@ def bisect_extremes(
 
 
 def bisect_towards(stages: Sequence[Stage], run: RunGraph, expected: Values) -> Bisection | None:
-    """Find the pass after the longest prefix that gives ``expected``, which may be a part of the
-    values.
+    """Find the pass that comes after the longest prefix which gives ``expected``.
 
-    The outcome is "equal" if all passes give it. Returns None if no prefix does.
+    The outcome is "equal" if all passes together give it. Returns None if no prefix does.
+
+    Args:
+        expected: some of the values that a graph gives, or all.
     """
     search, last = _PassSearch(stages, run, expected), len(stages) - 1
     if not search.differs(last):
@@ -376,8 +378,7 @@ class _PassSearch:
         if every:
             guilty = next(filter(self.differs, range(1, last + 1)), 0)
         elif last and self.differs(last):
-            # From the last pass down to the first, the equal prefixes are after the different
-            # ones.
+            # Ordered from the longest prefix down, those that differ come before those that do not.
             downwards = range(last - 1, 0, -1)
             different = bisect_left(downwards, True, key=lambda number: not self.differs(number))
             guilty = last - different
@@ -471,7 +472,7 @@ def _find_state(
     before: fx.GraphModule,
     after: fx.GraphModule,
 ) -> Origin:
-    """Return the state that differs after equal results.
+    """Return the state that differs although all results are equal.
 
     With it come the new nodes that write in place or draw random numbers.
     """

@@ -118,6 +118,8 @@ class Golden:
             )
 
         kind, text = self._text(value, view, sizes)
+        if kind != "graph" and values.are_computed(value):
+            facts.emit("values")  # the summary says if the test's world moves no data
         path = golden_path(self._made_by["test"], name, kind, _minor_version(per, kind))
         self._names.add(name or "")
         if odd := _not_a_proof(kind, text, value):
@@ -250,12 +252,7 @@ def _is_graph(value: Any) -> bool:
 
 
 def _not_a_proof(kind: str, text: str, value: Any) -> list[str]:
-    """Return why a golden of this text says nothing, or values that any program may give.
-
-    Report values that a world without data would give, too.
-    """
-    if kind != "graph" and values.are_computed(value):
-        facts.emit("values")
+    """Return why a golden of this text says nothing, or values that any program may give."""
     if kind == "numbers":
         return values.not_a_proof(values.plain(value))
     if kind == "text":

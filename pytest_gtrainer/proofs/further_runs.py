@@ -73,7 +73,7 @@ class FurtherRun:
         bias: all elements are above (1) or below (-1) all known numbers; 0 if among them.
         gaps: intervals of keys, each as its begin and width. Every element lies in one of them;
             without gaps it may lie anywhere.
-        is_for_limits: all elements lie next to a limit that one program alone has.
+        is_for_limits: all elements lie next to a limit that only one program has.
         sign: of all inputs, 1 or -1; 0 for inputs of either sign.
     """
 
@@ -128,7 +128,7 @@ def further_runs(actual: Sequence[Chances], expected: Sequence[Chances]) -> list
     seeds = [run.seed for run in found if run.seed]
     for gap in between_limits:
         found += [FurtherRun(seed, gaps=(gap,), is_for_limits=True) for seed in seeds]
-    # A condition on all elements, such as (x > .3).all(), holds for one sign alone.
+    # A condition on all elements, such as (x > .3).all(), holds only for one sign.
     for gap, sign in itertools.product(next_to_unlike, (1, -1)):
         found.append(FurtherRun(1, gaps=(gap,), is_for_limits=True, sign=sign))
     return found

@@ -269,7 +269,7 @@ def prove_programs(
         alike: the same programs, of which one rank runs. If they differ, all ranks have to run.
         drawn: what was made up about their inputs, in words.
         at_least: as for ``prove``.
-        at_once: look for this kind alone, not for stronger ones first.
+        at_once: look only for this kind, not for stronger ones first.
         explains: as for ``prove_at_once``.
     """
     check_kind(at_least)

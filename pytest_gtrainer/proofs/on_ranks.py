@@ -1,14 +1,15 @@
 """Collectives of real ranks in an arithmetic: the elements travel beside the real numbers.
 
-A collective runs as it is, for the real numbers. Then the ranks of its group exchange the elements
-that they gave, and each computes what it gets by the rules of a simulated world, where reductions
-add in no order. So this is for the field, where every order gives the same.
+A collective runs as it is, for the real numbers. Then the ranks of its group gather the elements of
+all operands, and each computes its own result with the collectives of a simulated world. That adds
+in an order of its own, so this is for the field, where every order gives the same elements.
 
 Every rank of a group has to be in the arithmetic, as all of them take part in the exchange.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ _MOVE_NOTHING = (
 
 
 @dataclass(slots=True)
-class _Call:
+class _C10dCall:
     """A call of an operator of ``c10d``: what this rank gives, and where it gets something."""
 
     collective: Collective
@@ -86,8 +87,7 @@ def exchange_on_ranks(mode: ArithmeticMode, func: Any, args: Any, kwargs: Any) -
         return func(*args, **kwargs)
     named = named_arguments(func, args, kwargs)
     group = group_of_call(named)
-    ranks = tuple(dist.get_process_group_ranks(group))
-    facts.notify("communicates", ranks=ranks)
+    facts.notify("communicates", ranks=tuple(dist.get_process_group_ranks(group)))
 
     tensors = tensors_in(args, kwargs)
     moves_floats = any(tensor.is_floating_point() for tensor in tensors)
@@ -101,45 +101,62 @@ def exchange_on_ranks(mode: ArithmeticMode, func: Any, args: Any, kwargs: Any) -
     if not moves_floats:
         return func(*args, **kwargs)
 
+    run = partial(func, *args, **kwargs)
     if func.namespace == "c10d":
-        call = _parse_call(mode, base, named, group)
-        # Read before the operator runs, which may write to its operands.
-        given = [_pack(mode, tensor) for tensor in call.inputs]
-        with without_modes():
-            result = finished(func(*args, **kwargs), call.outputs)
-            of_ranks = gather_objects((given, call.details), group)
-        members = []
-        for rank, (own, details) in enumerate(of_ranks):
-            inputs = []
-            for numbers in own:
-                tensor = _unpack(mode, numbers)
-                # ``c10d`` fills memory in order, whatever the shapes; only exchanges count rows.
-                inputs.append(tensor if details.get("sends") else tensor.reshape(-1))
-            members.append(Contribution(rank=rank, inputs=inputs, **details))
-        found = _carry_out(mode, call.collective, members)[dist.get_rank(group)]
-        _write_elements(mode, call.outputs, found, ranks)
-        return result
-
+        return _exchange_around(mode, _parse_call(mode, base, named, group), run, group)
     if base not in COLLECTIVES:
         raise NoMeaning(f"{func} between real ranks")
+    return _exchange_around_functional(mode, func, named, run, group)
+
+
+def _exchange_around(
+    mode: ArithmeticMode, call: _C10dCall, run: Callable[[], Any], group: dist.ProcessGroup
+) -> Any:
+    """Run an operator of ``c10d``, which writes to its outputs, and exchange the elements."""
+    # Read before the operator runs, which may write to its operands.
+    given = [_pack(mode, tensor) for tensor in call.inputs]
+    with without_modes():
+        result = finished(run(), call.outputs)
+        of_ranks = gather_objects((given, call.details), group)
+    members = []
+    for rank, (own, details) in enumerate(of_ranks):
+        inputs = []
+        for sent in own:
+            tensor = _unpack(mode, sent)
+            # ``c10d`` fills memory in order, whatever the shapes; only exchanges count rows.
+            inputs.append(tensor if details.get("sends") else tensor.reshape(-1))
+        members.append(Contribution(rank=rank, inputs=inputs, **details))
+    found = _carry_out(mode, call.collective, members)[dist.get_rank(group)]
+    _write_elements(mode, call.outputs, found, group)
+    return result
+
+
+def _exchange_around_functional(
+    mode: ArithmeticMode,
+    func: Any,
+    named: dict[str, Any],
+    run: Callable[[], Any],
+    group: dist.ProcessGroup,
+) -> Any:
+    """Run a functional collective, in place or not, and exchange the elements."""
     sent = dict(named)
     sent.pop("group_name")  # other ranks know the group by other names
     sent = pytree.tree_map_only(Tensor, lambda tensor: _pack(mode, tensor), sent)
     with without_modes():
-        result = func(*args, **kwargs)
-        # The exchange has the group for itself: nothing else of it is under way then.
+        result = run()
+        # The exchange needs the group for itself, so the collective has to end first.
         pytree.tree_map_only(Tensor, WAIT, result)
         calls = gather_objects(sent, group)
 
-    calls = pytree.tree_map_only(_SentTensor, lambda numbers: _unpack(mode, numbers), calls)
+    calls = pytree.tree_map_only(_SentTensor, lambda each: _unpack(mode, each), calls)
     members = contributions(calls, range(len(calls)))
-    found = _carry_out(mode, COLLECTIVES[base], members)[dist.get_rank(group)]
+    found = _carry_out(mode, COLLECTIVES[base_name(func)], members)[dist.get_rank(group)]
     targets = tensors_in(result)
     for argument in schema(func).arguments:
         if argument.is_write:
             targets = tensors_in(named[argument.name])
 
-    _write_elements(mode, targets, found, ranks)
+    _write_elements(mode, targets, found, group)
     return result
 
 
@@ -180,14 +197,14 @@ def _pack(mode: ArithmeticMode, tensor: Tensor) -> _SentTensor:
         return _SentTensor(elements.clone().contiguous(), own.dtype, fits)
 
 
-def _unpack(mode: ArithmeticMode, numbers: _SentTensor) -> Tensor:
+def _unpack(mode: ArithmeticMode, sent: _SentTensor) -> Tensor:
     """Return a tensor on this rank with the elements of another rank's; its numbers are zeros."""
     with without_modes():
-        if numbers.fits is None:
-            return numbers.elements
-        made = torch.zeros(numbers.elements.shape, dtype=numbers.dtype)
+        if sent.fits is None:
+            return sent.elements
+        made = torch.zeros(sent.elements.shape, dtype=sent.dtype)
         if made.numel():
-            mode.shadows.write(made, numbers.elements, numbers.fits)
+            mode.shadows.write(made, sent.elements, sent.fits)
         return made
 
 
@@ -195,9 +212,10 @@ def _write_elements(
     mode: ArithmeticMode,
     targets: Sequence[Tensor],
     found: Sequence[Tensor],
-    ranks: tuple[int, ...],
+    group: dist.ProcessGroup,
 ) -> None:
     """Give tensors on this rank the elements that a collective has made for them."""
+    ranks = tuple(dist.get_process_group_ranks(group))
     for target, made in zip(targets, found, strict=True):
         value = mode.shadows.read(made)
         if value is not None:
@@ -220,7 +238,7 @@ _BY_OPERATOR: dict[str, tuple[Collective, str, str]] = {
 """By operator: the collective, and the arguments that it reads and writes."""
 
 
-def _parse_call(mode: ArithmeticMode, base: str, named: dict[str, Any], group: Any) -> _Call:
+def _parse_call(mode: ArithmeticMode, base: str, named: dict[str, Any], group: Any) -> _C10dCall:
     """Read the arguments of an operator of ``c10d``."""
     size = dist.get_world_size(group)
     details: dict[str, Any] = {}
@@ -232,7 +250,7 @@ def _parse_call(mode: ArithmeticMode, base: str, named: dict[str, Any], group: A
         details["root"] = named["root_rank"]
     if base in _BY_OPERATOR:
         collective, reads, writes = _BY_OPERATOR[base]
-        return _Call(collective, tensors_in(named[reads]), tensors_in(named[writes]), details)
+        return _C10dCall(collective, tensors_in(named[reads]), tensors_in(named[writes]), details)
     if base == "allgather_":
         # As an exchange of lists: here the members may have tensors of other sizes.
         given = tensors_in(named["input_tensors"]) * size
@@ -246,23 +264,23 @@ def _parse_call(mode: ArithmeticMode, base: str, named: dict[str, Any], group: A
         with mode, torch.no_grad():
             whole = torch.cat([part.reshape(-1) for part in parts])
         outputs = tensors_in(named["output_tensors"])
-        return _Call(collectives.reduce_scatter, [whole], outputs, details)
+        return _C10dCall(collectives.reduce_scatter, [whole], outputs, details)
 
     if base == "alltoall_base_":
         given, output = named["input"], named["output"]
         details["sends"] = _splits(named["input_split_sizes"], given, size)
         details["receives"] = _splits(named["output_split_sizes"], output, size)
-        return _Call(collectives.all_to_all, [given], [output], details)
+        return _C10dCall(collectives.all_to_all, [given], [output], details)
 
     raise NoMeaning(f"c10d.{base} between real ranks")
 
 
-def _list_exchange(inputs: list[Tensor], outputs: list[Tensor]) -> _Call:
+def _list_exchange(inputs: list[Tensor], outputs: list[Tensor]) -> _C10dCall:
     sizes = {
         "sends": [tensor.numel() for tensor in inputs],
         "receives": [tensor.numel() for tensor in outputs],
     }
-    return _Call(collectives.exchange_lists, inputs, outputs, sizes)
+    return _C10dCall(collectives.exchange_lists, inputs, outputs, sizes)
 
 
 def _splits(given: Sequence[int], tensor: Tensor, size: int) -> list[int]:

@@ -65,7 +65,7 @@ def fatal_error(file: Path) -> str:
     """Return what a rank's faulthandler wrote as it died; "" if it died in another way."""
     text = _read_from(file, 0)
     start = text.rfind("Fatal Python error")
-    return readable(text[start:]) if start >= 0 else ""
+    return without_pytest_frames(text[start:]) if start >= 0 else ""
 
 
 def take_answers(
@@ -177,7 +177,7 @@ def whereabouts(text: str) -> str:
     return f", at {Path(file).name}:{line} in {name}"
 
 
-def readable(text: str) -> str:
+def without_pytest_frames(text: str) -> str:
     """Return stacks without the frames of pytest and of this package that call the test.
 
     The thread that answers is left out, too.

@@ -170,7 +170,8 @@ def _raise_failure(outcome: RanksOutcome) -> None:
     # An exception that only says that another rank has gone comes last.
     failed.sort(key=lambda rank: (outcome.is_consequence(rank), outcome.failed_at(rank)))
     first = failed[0] if failed else None
-    for incident in outcome.causes()[:1]:
+    incident = next(iter(outcome.causes()), None)
+    if incident is not None:
         is_earlier = first is None or incident.time < outcome.raised[first].time
         if first is None or is_earlier or outcome.is_consequence(first):
             details = [f"\n\n--- {title} ---\n{text}" for title, text in incident.details]

@@ -69,7 +69,7 @@ class RanksError(Exception):
     """Ranks could not be started; the message is for the user."""
 
 
-def readable(fds: Iterable[int], seconds: float) -> set[int]:
+def ready_files(fds: Iterable[int], seconds: float) -> set[int]:
     """Return the descriptors of ``fds`` that can be read, or whose other end is closed.
 
     Wait ``seconds`` for the first one, an hour at most.
@@ -196,7 +196,7 @@ class ForkServer:
     def pump(self, seconds: float = 0.0) -> None:
         """Read the forkserver's messages; wait up to ``seconds`` for the first one."""
         try:
-            while self.alive and readable([self.fd], seconds):
+            while self.alive and ready_files([self.fd], seconds):
                 message = self.conn.recv()
                 if isinstance(message, wire.Exited):
                     self.exit_status[message.pid] = message.status
@@ -392,7 +392,7 @@ class LocalRanks:
                     continue
                 # What an ended rank has sent is still read.
                 has_ended = process.pid in self._server.exit_status
-                if has_ended and not readable([channel.fileno()], 0.0):
+                if has_ended and not ready_files([channel.fileno()], 0.0):
                     taken[rank] = None
             except (EOFError, OSError):
                 taken[rank] = None
@@ -519,7 +519,11 @@ class Team:
                 f"rank {rank} did not start within {limit:g} s{answers.whereabouts(stacks[rank])}"
             )
         for rank in sorted(missing):
-            lines += ["", f"rank {rank}, Python stack:", answers.readable(stacks[rank])]
+            lines += [
+                "",
+                f"rank {rank}, Python stack:",
+                answers.without_pytest_frames(stacks[rank]),
+            ]
             if outputs[rank]:
                 lines += [f"rank {rank}, output:", outputs[rank]]
         return "\n".join(lines)
@@ -542,7 +546,7 @@ class Team:
         files: list[int] = []
         for part, members in split:
             files += part.files(members)
-        return _take_from(split, readable(files, seconds))
+        return _take_from(split, ready_files(files, seconds))
 
     def _split(self, ranks: Iterable[int]) -> list[tuple[Part, list[int]]]:
         """Return the parts that have some of ``ranks``, each with those."""
@@ -651,7 +655,7 @@ class Team:
         if limit and missing:
             for rank, stack in self.stacks(missing).items():
                 text = f"its session did not end within {limit:g} s{answers.whereabouts(stack)}"
-                problems.append((rank, f"{text}\n{answers.readable(stack)}"))
+                problems.append((rank, f"{text}\n{answers.without_pytest_frames(stack)}"))
         return problems
 
     def kill(self) -> None:

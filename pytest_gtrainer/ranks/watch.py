@@ -560,7 +560,7 @@ class _CommandRun:
 
         for rank in sorted(self.pending, key=innocence):
             text = f"rank {rank} {why}{answers.whereabouts(stacks[rank])}"
-            details = [("Python stacks", answers.readable(stacks[rank]))]
+            details = [("Python stacks", answers.without_pytest_frames(stacks[rank]))]
             if outputs.get(rank):  # the report that would hold this never comes
                 details.append(("captured output", outputs[rank]))
             is_consequence = self.first_trouble < math.inf

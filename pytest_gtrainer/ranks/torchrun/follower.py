@@ -16,7 +16,7 @@ import pytest
 from pytest_gtrainer.devices import Launch
 from pytest_gtrainer.ranks import wire
 from pytest_gtrainer.ranks.pool import Pool, rank_environment
-from pytest_gtrainer.ranks.team import LocalRanks, RanksError, readable
+from pytest_gtrainer.ranks.team import LocalRanks, RanksError, ready_files
 from pytest_gtrainer.ranks.torchrun.line import Line, Refused, shared_key
 from pytest_gtrainer.ranks.torchrun.nodes import PORT, connect
 
@@ -75,7 +75,7 @@ class _Follower:
                 files = [self.line.fileno()]
                 for team, ranks in self.running.items():
                     files += self.teams[team].files(ranks)
-                if self.line.fileno() in readable(files, 3600.0):
+                if self.line.fileno() in ready_files(files, 3600.0):
                     for command in self.line.take():
                         if isinstance(command, wire.Over):
                             return command.status
@@ -91,7 +91,7 @@ class _Follower:
     def _pass_on(self, team: str, ranks: list[int]) -> None:
         """Send rank 0 what ``ranks`` have said; take those that have ended out of the list."""
         part = self.teams[team]
-        while heard := part.take(tuple(ranks), readable(part.files(ranks), 0.0)):
+        while heard := part.take(tuple(ranks), ready_files(part.files(ranks), 0.0)):
             for rank, message in heard.items():
                 if message is None:
                     ranks.remove(rank)

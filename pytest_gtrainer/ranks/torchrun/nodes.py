@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pytest_gtrainer.devices import Launch
 from pytest_gtrainer.ranks import wire
-from pytest_gtrainer.ranks.team import RanksError, readable
+from pytest_gtrainer.ranks.team import RanksError, ready_files
 from pytest_gtrainer.ranks.torchrun.line import Line, Refused, shared_key
 from pytest_gtrainer.worlds import ranks_text
 
@@ -95,7 +95,7 @@ class Nodes:
 
     def _accept(self, seconds: float) -> bool:
         """Return whether another process has connected in time, even if it is refused."""
-        if not readable([self._server.fileno()], seconds):
+        if not ready_files([self._server.fileno()], seconds):
             return False
         sock, (host, *_) = self._server.accept()
         try:
@@ -146,7 +146,7 @@ class Node:
     def pump(self, seconds: float = 0.0) -> None:
         """Read its messages; wait up to ``seconds`` for the first one."""
         try:
-            while self.alive and readable([self.line.fileno()], seconds):
+            while self.alive and ready_files([self.line.fileno()], seconds):
                 for message in self.line.take():
                     if message.team in self.teams:
                         self.teams[message.team].receive(message)

@@ -247,3 +247,23 @@ def test_attention_and_its_gradient_have_the_scale_that_is_given(scale, by_hand,
         proof = prove(actual, expected, inputs=(q, k, v))
         assert (proof.kind != "another function") == is_same, str(proof)
         assert proof.kind != "unknown", str(proof)
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("include_self", [True, False])
+@pytest.mark.parametrize("reduce", ["prod", "mean", "amax", "amin"])
+def test_reductions_by_index_are_those_of_torch(reduce, include_self):
+    """Of scalars, too, and where nothing or several elements go to one place."""
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((), (4,), (4, 3)):
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        index = torch.tensor([0, 2, 2]) if shape else torch.tensor([0])
+        rows = torch.randn(x[index].shape if shape else (), generator=generator).double()
+        how = {"reduce": reduce, "include_self": include_self}
+        found = KERNELS[aten.index_reduce.default](x, 0, index, rows, **how)
+        torch.testing.assert_close(found, x.index_reduce(0, index, rows, **how))
+        for dim in (0, -1):
+            places = torch.randint(0, 3 if shape else 1, shape, generator=generator)
+            source = torch.randn(shape, generator=generator, dtype=torch.float64)
+            found = KERNELS[aten.scatter_reduce.two](x, dim, places, source, **how)
+            torch.testing.assert_close(found, x.scatter_reduce(dim, places, source, **how))

@@ -26,6 +26,7 @@ from pytest_gtrainer import (
     timeline,
 )
 from pytest_gtrainer.compiling.record import STAGES, CompiledGraph, CompileRecord
+from pytest_gtrainer.compiling.recorder import _Recorder
 from pytest_gtrainer.graph.layout import LayoutDifference
 
 MUL, DIV, RELU = torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.relu.default
@@ -372,6 +373,15 @@ def test_caches_hide_passes_unless_they_are_off(tmp_path, monkeypatch):
             with pytest.raises(NotRecorded, match="no pass 'RescaleOfCaches' ran; these did: "):
                 record.passes("RescaleOfCaches")
     assert found == [2, 0, 2]
+
+
+def test_each_use_of_a_cache_is_counted():
+    record = CompileRecord()
+    recorder = _Recorder(record, lower=False)
+    names = ["fx_graph_cache_hit", "fx_graph_cache_miss", "fx_graph_cache_hit", "other"]
+    for name in names:
+        recorder._read({"artifact": {"name": name}}, None)
+    assert record.cache == {"fx_graph_cache_hit": 2, "fx_graph_cache_miss": 1}
 
 
 # -- graph breaks, compilations

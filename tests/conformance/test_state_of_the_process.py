@@ -1,6 +1,8 @@
 """The rule ``state``: what a pass leaves changed in its process."""
 
 import random
+import signal
+import time
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 from pytest_gtrainer._torch.modes import MODES
 from pytest_gtrainer._torch.random_states import random_states_kept
 from pytest_gtrainer.conformance import Adapter
-from pytest_gtrainer.conformance.judging import KINDS, RULES, judge
+from pytest_gtrainer.conformance.judging import KINDS, RULES, _timer, judge
 
 pytestmark = [
     pytest.mark.gt_world("fake", size=4, rank=1),
@@ -78,3 +80,27 @@ def test_what_a_pass_puts_back(kind, request):
         return gm
 
     judge(RULES["state"], Adapter(puts_back, kind, call=puts_back, strict=True), request)
+
+
+@pytest.mark.parametrize(
+    ("which", "number"),
+    [(signal.ITIMER_REAL, signal.SIGALRM), (signal.ITIMER_PROF, signal.SIGPROF)],
+    ids=["time", "CPU time"],
+)
+def test_a_longer_timer_of_the_caller_goes_on_where_it_was(which, number):
+    """A pass takes from the caller's time; a shorter timer is left alone."""
+    before = signal.getitimer(which)
+    handler = signal.getsignal(number)
+    try:
+        for given, limit in ((50, 5), (5, 50)):
+            signal.setitimer(which, given, 7)
+            with _timer(which, number, limit, lambda frame: None):
+                end = time.process_time() + 0.1
+                while time.process_time() < end:
+                    pass
+            left, interval = signal.getitimer(which)
+            assert given - 4 < left < given - 0.05
+            assert interval == 7
+            assert signal.getsignal(number) is handler
+    finally:
+        signal.setitimer(which, *before)

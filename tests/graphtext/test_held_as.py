@@ -10,6 +10,7 @@ from torch import fx
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard
 
 from pytest_gtrainer.graphtext import constants, diff, lines_of, parse, render, unfold
+from pytest_gtrainer.graphtext.literals import held_as
 from pytest_gtrainer.worlds.fake import fake_world
 from pytest_gtrainer.worlds.spec import make_spec
 
@@ -93,6 +94,16 @@ def test_a_placement_is_told_in_words():
     held = "Shard(dim=1), Partial(sum) over dp=2, tp=2 of range(0, 4)"
     assert f"neg: f32[4, 4] | held_as('{held}') = aten.neg(topk)" in text
     assert "held_as" in diff(text, render(graph_of(placed(Shard(0)))))
+
+
+@pytest.mark.parametrize(
+    ("places", "words"),
+    [("--", ""), ("+", "S"), ("+-", "S; "), ("-+", "; S"), ("-+-", "; S; "), ("++", "S; S")],
+)
+def test_of_several_values_each_has_its_place(places, words):
+    plain, sparse = torch.ones(4, 4), torch.eye(4).to_sparse()
+    values = tuple(sparse if place == "+" else plain for place in places)
+    assert held_as(values) == words.replace("S", held_as(sparse))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")

@@ -142,6 +142,24 @@ def test_a_plan_has_what_a_trainer_would_wrap(factory, plan):
     bucket_modules(factory(), suggested.plan)
 
 
+def test_a_bucket_outside_of_the_layers_says_where_it_is_registered():
+    """Before, between or behind them; of several stacks the first and the last layer count."""
+    said = {bucket.fqns[0]: bucket.why for bucket in suggest_plan(TwoStacks()).buckets}
+    assert said["tokens"] == "registered before the layers"
+    assert said["middle"] == "registered between the layers"
+    assert said["head"] == "registered behind the layers"
+
+
+@pytest.mark.parametrize(("count", "is_stack"), [(1, False), (2, True), (3, True)])
+def test_a_container_of_one_module_is_no_stack(count, is_stack):
+    model = nn.Module()
+    model.parts = nn.ModuleDict({f"part{place}": nn.Linear(2, 2) for place in range(count)})
+    model.parts["shape"] = nn.Flatten()
+    model.head = nn.Linear(2, 2)
+    layers = [bucket.fqns[0] for bucket in suggest_plan(model).buckets if bucket.is_layer]
+    assert layers == [f"parts.part{place}" for place in range(count) if is_stack]
+
+
 @pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=4, nodes=2)
 @pytest.mark.parametrize("factory", [factory for factory, _ in PLANS], ids=NAMES)

@@ -332,10 +332,9 @@ def test_ranks_that_the_nodes_do_not_divide():
 @pytest.mark.parametrize(
     ("dtype", "op", "sentence"),
     [
-        (
-            torch.int64,
-            "avg",
-            "averages torch.int64, which backends truncate differently: sum it and divide",
+        *(
+            (dtype, "avg", f"averages {dtype}, which backends truncate differently: sum it and")
+            for dtype in (torch.int64, torch.int32, torch.uint8)
         ),
         (torch.float8_e4m3fn, "sum", "of torch.float8_e4m3fn has no model in a simulated world"),
         (

@@ -74,6 +74,13 @@ def _add_fuzz_arguments(parser: argparse.ArgumentParser) -> None:
         "inputs), a TrainConfig, a graph, ...",
     )
     parser.add_argument(
+        "--models",
+        action="store_true",
+        help="graphs are cut from models that are made of what training code combines: norms, "
+        "gates, experts, ties, dropout; with --ranks also FSDP, replicas, tensor, sequence and "
+        "expert parallelism",
+    )
+    parser.add_argument(
         "--minutes", type=float, default=1.0, help="how long graphs are tried (default: 1)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the first graph (default: 0)")

@@ -14,6 +14,7 @@ from pytest_gtrainer.attack.extract import computed
 from pytest_gtrainer.attack.fuzz import Fuzzer
 from pytest_gtrainer.attack.generate import mesh_of_ranks
 from pytest_gtrainer.attack.guarded import guarded
+from pytest_gtrainer.attack.ingredients import models_over
 from pytest_gtrainer.attack.models import graphs_of, load_model
 from pytest_gtrainer.attack.oracles import (
     NOT_JUDGED,
@@ -78,6 +79,7 @@ def _fuzz(given: argparse.Namespace) -> int:
         if make is not None:
             own = graphs_of(make, f"--gt-model={given.gt_model}")
         models = [each.gm for each in own.values()]
+        make_model = models_over(ranks) if given.models else None
 
         fuzzer = Fuzzer(
             limited,
@@ -89,6 +91,7 @@ def _fuzz(given: argparse.Namespace) -> int:
             models,
             given.functional,
             claims,
+            make_model,
         )
         try:
             fuzzer.run(given.seed, 60 * given.minutes, given.nodes, given.failures)
@@ -112,10 +115,10 @@ def _fuzz(given: argparse.Namespace) -> int:
         )
         return 1
 
-    if make is None and 10 * proven < fuzzer.tried:
+    if make is None and not given.models and 10 * proven < fuzzer.tried:
         note(
             f"{name} changed only {proven} of {fuzzer.tried} graphs: a model of your own has more "
-            "of what it looks for, --gt-model=my_models:tiny"
+            "of what it looks for, --gt-model=my_models:tiny; --models makes some"
         )
     if is_interrupted:
         return 130
@@ -129,6 +132,8 @@ def _check_numbers(given: argparse.Namespace) -> None:
             raise UsageError(f"--{name}={getattr(given, name)}: give a number above 0")
 
     _check_timeout(given.timeout)
+    if given.models and given.gt_model is not None:
+        raise UsageError("--models and --gt-model: graphs are made from one or the other")
     if given.ranks < 0 or given.ranks == 1:
         raise UsageError(f"--ranks={given.ranks}: give 2 or more, or 0 for graphs of one rank")
 

@@ -1,5 +1,6 @@
 """Fuzz a pass: thousands of generated graphs, each proven before against after it."""
 
+import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -32,6 +33,9 @@ REFUSALS = (ValueError, NotImplementedError)
 If it says so of most graphs, nothing is proven.
 """
 
+GRAPHS_OF_A_MODEL = 50
+"""Graphs that are made of a model which is traced for them; the first one is its whole graph."""
+
 
 @dataclass
 class Fuzzer:
@@ -47,6 +51,8 @@ class Fuzzer:
         models: graphs of the user's model, from which others are made; empty for none.
         functional: nothing is written to in generated nodes.
         claims: what the pass keeps besides values, of ``claims.CLAIMS``.
+        make_model: takes a number and returns the graph of a model, in place of ``models``. Each is
+            tried as it is, then others are made from it.
         tried, changed: graphs that were made, and that the pass has changed.
         refused, unknown: by their words, graphs that the pass refused or that no proof judges.
         found: the files of failures, by kind and operators: each is written once.
@@ -61,11 +67,13 @@ class Fuzzer:
     models: Sequence[fx.GraphModule] = ()
     functional: bool = False
     claims: Sequence[str] = ()
+    make_model: Callable[[int], fx.GraphModule] | None = None
     tried: int = 0
     changed: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     unknown: Counter[str] = field(default_factory=Counter)
     found: dict[str, Path] = field(default_factory=dict)
+    _made: tuple[int, fx.GraphModule] | None = None
 
     def run(self, seed: int, seconds: float, nodes: int, most: int) -> None:
         """Try graphs of one seed after the other.
@@ -92,11 +100,7 @@ class Fuzzer:
 
     def _try(self, seed: int, nodes: int) -> None:
         """Generate one graph, run the pass on it, and judge the result."""
-        model = None
-        if self.models:
-            model = self.models[seed % len(self.models)]
-
-        gm = generate(seed, nodes, self.ranks, model, self.functional)
+        gm = self._graph_of(seed, nodes)
         self.tried += 1
         before = copied_lazily(gm)
         for name, body in gm.named_children():
@@ -129,6 +133,20 @@ class Fuzzer:
         elif found is not None:
             self._report(before, seed, nodes, found)
 
+    def _graph_of(self, seed: int, nodes: int) -> fx.GraphModule:
+        """Return the graph of a seed, which the pass may change."""
+        model = None
+        if self.make_model is not None:
+            number, place = divmod(seed, GRAPHS_OF_A_MODEL)
+            if self._made is None or self._made[0] != number:
+                self._made = number, self.make_model(number)
+            model = self._made[1]
+            if place == 0:
+                return copy.deepcopy(model)
+        elif self.models:
+            model = self.models[seed % len(self.models)]
+        return generate(seed, nodes, self.ranks, model, self.functional)
+
     def _report(self, before: fx.GraphModule, seed: int, nodes: int, failure: Failure) -> None:
         """Write the graph of a failure, then reduce it and write what is left."""
         text = graphtext.render(before)
@@ -137,7 +155,7 @@ class Fuzzer:
             text = "\n".join([*header.write(fields), header.body(text)])
 
         made = f"seed {seed}, {nodes} nodes, {self.ranks} ranks"
-        if self.models:
+        if self.models or self.make_model is not None:
             made += ", from a model"
 
         path = self._free_path(seed)

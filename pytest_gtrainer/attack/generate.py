@@ -118,6 +118,7 @@ class _Maker:
         for buffer in list(self.unwritten):
             self._write_whole(buffer)
         self._return()
+        self._put_inputs_first()
         self._forget_numbers()
 
         attributes = {}
@@ -185,6 +186,13 @@ class _Maker:
         is_number = isinstance(value, Tensor) and value.is_floating_point() and value.numel()
         if is_number and "empty" not in short_name(node):
             self.floats.append(node)
+
+    def _put_inputs_first(self) -> None:
+        """Move the inputs of generated nodes in front of a model's nodes, as tracers place them."""
+        first = next(node for node in self.graph.nodes if node.op != "placeholder")
+        for node in self.graph.find_nodes(op="placeholder"):
+            if first < node:
+                first.prepend(node)
 
     def _forget_numbers(self) -> None:
         """Replace the values of all nodes by fake ones."""

@@ -470,6 +470,12 @@ OURS = [
     ),
     Mistake(
         "bucket",
+        "draws cross draws",
+        "    _check_draws(gm.graph, list(by_direction.values()), scattering, reorder)\n",
+        "",
+    ),
+    Mistake(
+        "bucket",
         "parameters leave a bucket in reverse order",
         "zip(merge.members, columns, strict=True)",
         "zip(merge.members, columns[::-1], strict=True)",

@@ -657,6 +657,8 @@ def test_graphs_of_a_model_run_and_are_text():
     for seed in range(6):
         gm = generate(seed, 20, model=own)
         gm.graph.lint()
+        is_input = [node.op == "placeholder" for node in gm.graph.nodes]
+        assert is_input == sorted(is_input, reverse=True), "an input stands behind a node"
         text = graphtext.render(gm)
         assert graphtext.render(graphtext.parse(text)) == text
         gm(*draw_inputs(gm, seed))

@@ -134,6 +134,13 @@ class ArithmeticMode(TorchDispatchMode):
             self._lift_storage(target)
         self.shadows.write(target, elements, fits)
 
+    def write_known(self, target: Tensor) -> None:
+        """Note that real numbers were written to a target."""
+        if _covers_storage(target):
+            self.shadows.drop(target)
+        elif self.shadows.has(target):
+            self.shadows.write(target, self.arithmetic.lift(target))
+
     def free(self, tensor: Tensor) -> None:
         """Note that the memory of a tensor is freed."""
 
@@ -566,7 +573,7 @@ class ArithmeticMode(TorchDispatchMode):
             result = func(*args, **kwargs)  # drawn numbers are known
             self.arithmetic.drawn.add(str(func))
             for target in targets:
-                self._write_known(target)
+                self.write_known(target)
             return result
 
         if self.arithmetic.is_exact and func in KERNELS:
@@ -636,13 +643,6 @@ class ArithmeticMode(TorchDispatchMode):
         self.shadows.write(target, elements.expand(target.shape), fits)
         self._report(func, (args, kwargs), [target])
         return result
-
-    def _write_known(self, target: Tensor) -> None:
-        """Note that real numbers were written to a target."""
-        if _covers_storage(target):
-            self.shadows.drop(target)
-        elif self.shadows.has(target):
-            self.shadows.write(target, self.arithmetic.lift(target))
 
     def _lift_storage(self, target: Tensor) -> None:
         """Make a tensor abstract, with all memory that it is a view of."""

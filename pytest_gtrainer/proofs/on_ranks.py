@@ -173,9 +173,9 @@ class _SentTensor:
     """The data that ranks exchange for a tensor.
 
     Attributes:
-        elements: int64; of known whole numbers these numbers.
+        elements: int64; of a known tensor its numbers.
         dtype: of the tensor.
-        fits: the dtype whose numbers the elements are; None for whole numbers.
+        fits: the dtype whose numbers the elements are; None for a known tensor.
     """
 
     elements: Tensor
@@ -189,9 +189,8 @@ def _pack(mode: ArithmeticMode, tensor: Tensor) -> _SentTensor:
         own = tensor.detach()
         if value is not None:
             elements, fits = value.elements, value.fits
-        elif own.is_floating_point():
-            elements, fits = mode.arithmetic.lift(own), own.dtype
         else:
+            # They stay known, as in a simulated world: an operator on known numbers rounds.
             elements, fits = own, None
         # A copy, since pickle writes the whole storage of a view.
         return _SentTensor(elements.clone().contiguous(), own.dtype, fits)
@@ -218,9 +217,11 @@ def _write_elements(
     ranks = tuple(dist.get_process_group_ranks(group))
     for target, made in zip(targets, found, strict=True):
         value = mode.shadows.read(made)
-        if value is not None:
-            with without_modes():
+        with without_modes():
+            if value is not None:
                 mode.write(target.detach(), value.elements.reshape(target.shape), value.fits)
+            else:
+                mode.write_known(target.detach())
         facts.notify("exchanged", output=target.detach(), ranks=ranks)
 
 

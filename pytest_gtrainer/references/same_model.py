@@ -688,7 +688,22 @@ def _first_module(first: FirstDifference, both: _Both, subject: _Subject, arithm
         tied=expected.tied,
         gradients=gradients,
     )
-    return begins + _said_of_batches(first, both, expected.of_batches)
+    return (
+        begins
+        + _said_of_batches(first, both, expected.of_batches)
+        + _said_of_schedule(first, both.found)
+    )
+
+
+def _said_of_schedule(first: FirstDifference, found: Sequence[SideResults]) -> str:
+    """Return why a pipeline changes a buffer otherwise; "" if no schedule calls backward."""
+    if not first.result.startswith("buffer ") or all(side.is_scaled for side in found):
+        return ""
+    return (
+        ". A schedule runs a stage once for each microbatch, and in its first step once more to "
+        "infer shapes unless PipelineStage has input_args= and output_args=: each run changes "
+        "buffers"
+    )
 
 
 def _said_of_batches(

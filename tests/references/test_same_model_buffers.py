@@ -1,10 +1,14 @@
 """Buffers that a step changes are compared, each rank's with those of its own batch."""
 
+from collections import OrderedDict
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -231,6 +235,56 @@ def test_real_ranks_compare_buffers(gt_mesh):
     with pytest.raises(AnotherFunction) as failure:
         assert_same_model(sharded(counts_all), make(counts), step, batch, mesh=gt_mesh)
     assert failure.value.proof.first.result == "buffer count of data coordinate 0"
+
+
+def squares_of(output, target):
+    return (output - target).square().mean()
+
+
+def layers():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+
+def pipeline(mesh, *, infers, microbatches=1):
+    """Return the last layer on the second rank, and the others with the norm on the first one."""
+    index = mesh.get_local_rank("pp")
+    whole = dict(layers().named_children())
+    names = ("2",) if index else ("0", "1")
+    module = nn.Sequential(OrderedDict((name, whole[name]) for name in names))
+    shapes = {}
+    if not infers:
+        shapes["input_args"] = torch.zeros(4, 4, requires_grad=bool(index))
+        shapes["output_args"] = torch.zeros(4, 4, requires_grad=True)
+    device, group = torch.device("cpu"), mesh.get_group("pp")
+    stage = PipelineStage(module, index, 2, device, group=group, **shapes)
+    schedule = ScheduleGPipe(stage, n_microbatches=microbatches, loss_fn=squares_of)
+
+    def step_of_stage(model, x, target):
+        if not index:
+            schedule.step(x)
+            return None
+        losses = []
+        schedule.step(target=target, losses=losses)
+        return torch.stack(losses).mean().detach()
+
+    return module, step_of_stage
+
+
+@pytest.mark.gt_world("simulated", size=2, mesh={"pp": 2})
+def test_a_schedule_that_infers_shapes_runs_a_norm_once_more(gt_mesh):
+    """So does torch where it trains. With shapes, and one microbatch, the statistics are equal."""
+
+    def whole_step(model, x, target):
+        return squares_of(model(x), target)
+
+    def both(coordinate):
+        return torch.randn(4, 4), torch.randn(4, 4)
+
+    arguments = {"reference": layers, "step": whole_step, "batch": both, "mesh": gt_mesh}
+    with pytest.raises(AnotherFunction, match=r"first buffer 1\.") as failure:
+        assert_same_model(partial(pipeline, infers=True), **arguments, data_dims=())
+    assert "once more to infer shapes unless PipelineStage has input_args=" in str(failure.value)
+    assert_same_model(partial(pipeline, infers=False), **arguments, data_dims=())
 
 
 @pytest.mark.gt_world("simulated", size=2, mesh={"dp": 2})

@@ -88,6 +88,8 @@ class Comparison:
             between.
         notes: what was not compared, and what is missing on either side.
         is_complete: whether both runs ended in order.
+        shorter: which run ends before a step of the other one that it would have recorded, in
+            words; "" if both end together.
         compared: how many entries were compared.
         dropped: by piece of state that a resumed run did without, the first difference; see
             ``assert_resumes``.
@@ -103,6 +105,7 @@ class Comparison:
     sizes: list[str] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     is_complete: bool = True
+    shorter: str = ""
     compared: int = 0
     dropped: dict[str, str] = field(default_factory=dict)
 
@@ -310,6 +313,11 @@ def _note_ends(result: Comparison, a_steps: Steps, b_steps: Steps) -> None:
     for letter, own in (("A", a_steps.keys() - b_steps), ("B", b_steps.keys() - a_steps)):
         if own:
             result.notes.append(f"only in {letter}: {counted(len(own), 'step')}, {_runs_of(own)}")
+    ends = {"A": max(a_steps), "B": max(b_steps)}
+    for (letter, own_end), other, run in zip(ends.items(), "BA", result.runs, strict=True):
+        every = run.header.get("every", 1)
+        if ends[other] >= own_end + (every if type(every) is int else 1):
+            result.shorter = f"{letter} ends after step {own_end}, and {other} after {ends[other]}"
 
 
 def _runs_of(numbers: set[int]) -> str:

@@ -1,5 +1,6 @@
 """Each sentence of a comparison, from records that are written by hand."""
 
+import argparse
 import itertools
 import json
 import struct
@@ -9,6 +10,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
+from pytest_gtrainer.over_time import commands
+from pytest_gtrainer.over_time.arguments import add_commands
 from pytest_gtrainer.over_time.comparing import Difference, _runs_of, compare_runs, whole_of
 from pytest_gtrainer.over_time.files import FORMAT, VERSION, Entry, RecordError, read_run
 
@@ -407,6 +410,30 @@ def test_optimisers_that_step_in_turn_are_of_one_model(compared):
         "only in A: 1 step, 5",
         "equal: 10 values in 5 steps; 1 step compared with nothing",
     ]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "every", "says"),
+    [
+        (5, 6, 1, "A ends after step 4, and B after 5"),
+        (6, 4, 1, "B ends after step 3, and A after 5"),
+        (5, 6, 2, ""),  # of every second step, step 6 would be the next one
+        (5, 7, 2, "A ends after step 4, and B after 6"),
+        (6, 6, 1, ""),
+    ],
+)
+def test_a_run_that_ends_before_the_other_is_not_equal(tmp_path, capsys, ours, theirs, every, says):
+    """As by data that run out, or by an early stop. A run that begins later is one that resumes."""
+    header = {"every": every}
+    record(tmp_path / "a", steps(*range(ours)), header=header)
+    record(tmp_path / "b", steps(*range(2, theirs)), first=2, header=header)
+    parser = argparse.ArgumentParser()
+    add_commands(parser.add_subparsers(dest="command"))
+    given = parser.parse_args(["compare", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert commands.run(given) == int(bool(says))
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1].removeprefix("not equal to the end: ") == (says or said[-1])
+    assert bool(says) == said[-1].startswith("not equal to the end: ")
 
 
 def loading(value):

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test-torchtitan")
 
-from flavours import FLAVOURS, eager_chunks, eager_config, eager_line, line_of
+from flavours import FLAVOURS, SAME_GRAPH, eager_chunks, eager_config, eager_line, line_of
 from whole_trainer import COMPILERS, config_of, in_float64, train
 
 from pytest_gtrainer import assert_runs_equal
@@ -32,6 +32,7 @@ class Parity:
     eager: Callable[[list[str]], list[str]] = eager_line
     param_dtype: str = "float32"
     without_passes: tuple[str, ...] = ()
+    is_long: bool = False
 
 
 PARITIES = {
@@ -41,7 +42,8 @@ PARITIES = {
         eager=eager_config("_eager"),
     ),
     "aot_fx_trace_llama3_fsdp_tp": Parity(),
-    "aot_fx_trace_llama3_fsdp_tp_sac_and_offload": Parity(),
+    # What is not in the one before: recomputation, and copies that stand for offloads.
+    "aot_fx_trace_llama3_fsdp_tp_sac_and_offload": Parity(is_long=True),
     "aot_fx_trace_deepseek_v3_flexattn_regional_inductor_ep_overlap_transformer_batch": Parity(
         degrees=(
             *("--parallelism.data_parallel_shard_degree", "4"),
@@ -55,18 +57,12 @@ PARITIES = {
         degrees=(*SHARDS, "--parallelism.expert_parallel_degree", "4"),
         without_passes=("deduplicate_fsdp_unshard_chains_pass",),
     ),
-    "aot_fx_trace_muse_glimmer_fsdp": Parity(ranks=2),
     "aot_fx_trace_muse_glimmer_fsdp_tp": Parity(),
+    # A part of the one before.
+    "aot_fx_trace_muse_glimmer_fsdp": Parity(ranks=2, is_long=True),
 }
 
 
-# Before a compiler, these are the graphs of others: their goldens are equal.
-SAME_GRAPH = {
-    "aot_fx_trace_llama3_fsdp_tp_regional_inductor": "aot_fx_trace_llama3_fsdp_tp",
-    "aot_fx_trace_deepseek_v3_flexattn_full_inductor_ep_overlap_transformer_batch": (
-        "aot_fx_trace_deepseek_v3_flexattn_regional_inductor_ep_overlap_transformer_batch"
-    ),
-}
 BLOCKED = {
     "aot_fx_trace_deepseek_v3_fused_mla_swiglu_fsdp_tp": "its kernels are Triton's",
     "aot_fx_trace_deepseek_v3_minimal_async_ep": "its buffers are symmetric memory of GPUs",
@@ -84,7 +80,9 @@ GOLDENS = Path(__file__).parents[1] / "golden" / "tests" / "test_flavours"
 
 def params():
     for name, parity in PARITIES.items():
-        marks = pytest.mark.gt_world("ranks", size=parity.ranks, timeout=600)
+        marks = [pytest.mark.gt_world("ranks", size=parity.ranks, timeout=600)]
+        if parity.is_long:
+            marks.append(pytest.mark.long)
         yield pytest.param(line_of(name), parity, id=name, marks=marks)
     for name, reason in BLOCKED.items():
         yield pytest.param(line_of(name), None, id=name, marks=pytest.mark.skip(reason=reason))
@@ -92,7 +90,8 @@ def params():
 
 def test_each_flavour_of_the_ci_is_compared_or_named():
     switched_on = {name for name, flavour in FLAVOURS.items() if not flavour.disabled}
-    assert {*PARITIES, *SAME_GRAPH, *BLOCKED} == switched_on
+    same = {name for name in SAME_GRAPH if not FLAVOURS[name].disabled}
+    assert {*PARITIES, *same, *BLOCKED} == switched_on
     assert len(switched_on) == 14
 
 
@@ -103,7 +102,7 @@ def test_two_flavours_of_one_graph(name, other):
         return [line for line in text.splitlines() if not line.startswith("#")]
 
     assert graph_of(name) == graph_of(other)
-    assert other in PARITIES
+    assert other in PARITIES or FLAVOURS[other].disabled
 
 
 @pytest.mark.usefixtures("gt_dense_flex_attention", "gt_deterministic")

@@ -4,33 +4,60 @@ import pytest
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test-torchtitan")
 
+from dataclasses import replace
+from unittest import mock
+
 import torch
 from debug_models import DebugModel
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torchtitan.models import deepseek_v3, llama3, qwen3
 
 from pytest_gtrainer import AnotherFunction, assert_same_model
 
-BATCH, LENGTH, VOCABULARY, EXPERTS = 1, 4, 16, 4
+BATCH, LENGTH, VOCABULARY, DIM, HEAD = 1, 4, 16, 16, 4
 FSDP = {"data_parallel_shard_degree": 2}
 TP = {"tensor_parallel_degree": 2}
+# Where torchtitan builds the layers of a model, and sizes of ours: each element of a weight takes time.
+SMALL = {
+    "llama3": (llama3, "_build_llama3_layers", {"n_heads": 4, "hidden_dim": 16}),
+    "qwen3_moe": (
+        qwen3,
+        "_build_qwen3_moe_layers",
+        {
+            **{"n_heads": 4, "n_kv_heads": 2, "head_dim": HEAD},
+            **{"moe_hidden_dim": 16, "num_experts": 4, "top_k": 2},
+        },
+    ),
+    "deepseek_v3": (
+        deepseek_v3,
+        "_build_dsv3_layers",
+        {
+            **{"n_heads": 2, "kv_lora_rank": 16, "v_head_dim": HEAD},
+            **{"qk_nope_head_dim": HEAD, "qk_rope_head_dim": HEAD},
+            **{"moe_hidden_dim": 16, "num_experts": 4, "router_top_k": 2},
+        },
+    ),
+}
 
 
 def tiny(name, **parallelism):
-    """Return a debug model of one layer with few tokens and experts: elements take time."""
-    lab = DebugModel(name, **parallelism)
+    """Return a debug model of one layer, which torchtitan builds of smaller sizes."""
+    module, builder, sizes = SMALL[name]
+    build = getattr(module, builder)
+
+    def build_small(**options):
+        rope = replace(options["rope"], dim=HEAD)
+        return build(**{**options, **sizes, "dim": DIM, "rope": rope})
+
+    with mock.patch.object(module, builder, build_small):
+        lab = DebugModel(name, **parallelism)
     model = lab.spec.model
     model.layers = model.layers[-1:]
+    model.dim = model.norm.normalized_shape = DIM
+    model.tok_embeddings.embedding_dim = model.lm_head.in_features = DIM
     model.vocab_size = VOCABULARY
     model.tok_embeddings.num_embeddings = model.lm_head.out_features = VOCABULARY
-    moe = getattr(model.layers[0], "moe", None)
-    if moe is not None:
-        routed = moe.routed_experts
-        for part in (moe, moe.router, routed.inner_experts, routed.token_dispatcher):
-            part.num_experts = EXPERTS
-        moe.router.gate.out_features = EXPERTS
-        moe.router.top_k = routed.token_dispatcher.top_k = 2
-        routed.inner_experts.hidden_dim = 16
     return lab
 
 
@@ -60,11 +87,12 @@ def compare(name, mesh, change=None, **parallelism):
         step,
         batch,
         mesh=mesh,
-        data_dims=[dim for dim in mesh.mesh_dim_names if dim == "shard"],
+        data_dims=[dim for dim in mesh.mesh_dim_names if dim != "tp"],
         combine="sum",
     )
 
 
+@pytest.mark.long  # a part of the next one
 @pytest.mark.gt_world("simulated", size=2, mesh={"tp": 2})
 def test_tp(gt_mesh):
     proof = compare("llama3", gt_mesh, data_parallel_shard_degree=1, **TP)
@@ -77,10 +105,18 @@ def test_fsdp_and_tp(gt_mesh):
     assert proof.kind == "reordered", str(proof)
 
 
+@pytest.mark.long
+@pytest.mark.gt_world("simulated", size=8, mesh={"replicate": 2, "shard": 2, "tp": 2})
+def test_hsdp_and_tp(gt_mesh):
+    proof = compare("llama3", gt_mesh, data_parallel_replicate_degree=2, **FSDP, **TP)
+    assert proof.kind == "reordered", str(proof)
+
+
 @pytest.mark.gt_world("simulated", size=2, mesh={"shard": 2})
-def test_fsdp_and_ep(gt_mesh):
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_fsdp_and_ep(name, gt_mesh):
     """Experts compute in bfloat16, so their sums over tokens of two ranks round elsewhere."""
-    proof = compare("qwen3_moe", gt_mesh, **FSDP, expert_parallel_degree=2)
+    proof = compare(name, gt_mesh, **FSDP, expert_parallel_degree=2)
     assert proof.kind == "rounds elsewhere", str(proof)
 
 

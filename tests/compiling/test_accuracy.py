@@ -204,6 +204,15 @@ def test_what_is_not_finite():
     assert facts.of_kind(seen, "verdict")[-1]["outcome"] == "no less accurate (not finite)"
     with pytest.raises(LessAccurate, match="worst output: inf times"):
         assert_no_less_accurate(lambda x: inverse(x) * 1e38 * 10, inverse, x())
+
+    def also(x):
+        return x.exp(), inverse(x)
+
+    # One of several results is enough.
+    with facts.collecting() as seen:
+        accuracy = assert_no_less_accurate(lambda x: also(x), also, x())
+    assert [bool(each.left_out) for each in accuracy.tensors] == [False, True]
+    assert facts.of_kind(seen, "verdict")[-1]["outcome"] == "no less accurate (not finite)"
     with pytest.raises(VacuousCheck, match="output: no element is finite"):
         assert_no_less_accurate(lambda x: x / 0 * 0, lambda x: x / 0 * 0.0, x())
 

@@ -32,15 +32,17 @@ def graph_of(world, number):
 
 
 @pytest.mark.second_tier("1]")
-@SQUARE
+@pytest.mark.gt_world("simulated", size=8, nodes=2, mesh={"dp": 4, "tp": 2})
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_number_along_one_dimension_is_each_ranks_own(gt_world, dim):
+    """Those between the first and the last, too."""
+
     def number(rank):
         return 2.0 + (rank // 2, rank % 2)[dim]
 
     record = graph_of(gt_world, number).run()
     losses = {key.rank: tensor.item() for key, tensor in record.items() if key.phase == "loss"}
-    assert losses == {rank: number(rank) for rank in range(4)}
+    assert losses == {rank: number(rank) for rank in range(8)}
 
 
 @pytest.mark.second_tier

@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pytest_gtrainer import assert_compiled_bitwise, assert_pass_bitwise, gt_compile
 from pytest_gtrainer._torch.passes import add_control_dependencies
-from pytest_gtrainer.compiling.bitwise import SameGraph
+from pytest_gtrainer.compiling.bitwise import SameGraph, _generate_inputs
 from pytest_gtrainer.numerics.compare import BitwiseDifference, ControlFailed
 from pytest_gtrainer.passes.graph_pass import check_waits
 from tests.compiling.test_recorder import Model, Rescale
@@ -700,3 +702,23 @@ def test_a_control_dependency_does_what_is_in_it(what):
             check_waits(gm.graph, "a pass")
     else:
         check_waits(gm.graph, "a pass")
+
+
+def test_a_symbol_that_only_strides_have_gets_sizes_too():
+    """As in a slice of a dynamic matrix that has a fixed width."""
+    shapes = ShapeEnv()
+    with FakeTensorMode(shape_env=shapes):
+        width = shapes.create_unbacked_symint()
+        torch._check(width >= 3)
+        value = torch.empty_strided((4, 3), (width, 1))
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = value
+    graph.output((x,))
+    found = []
+    for description, (made,) in _generate_inputs(fx.GraphModule({}, graph), {}, (0, 1)):
+        assert made.shape == (4, 3)
+        found.append((description, made.stride()))
+    assert found == [
+        (f"seed {seed} with u0 = {size}", (size, 1)) for size in (4, 8, 5) for seed in (0, 1)
+    ]

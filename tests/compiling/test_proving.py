@@ -15,7 +15,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from fixtures.ten_models import MODELS, step, ten_models
-from pytest_gtrainer import AnotherFunction, NotRecorded, facts, gt_compile, prove
+from pytest_gtrainer import AnotherFunction, NotRecorded, facts, graphtext, gt_compile, prove
+from pytest_gtrainer.compiling.proving import _Layout
 from pytest_gtrainer.graph.nodes import short_name
 from pytest_gtrainer.proofs.programs import NamedProgram
 from pytest_gtrainer.proofs.prove import prove_programs
@@ -151,6 +152,42 @@ def test_stages_that_communicate_are_proven_on_all_ranks(gt_mesh):
     assert (first.stage, first.kind, first.by) == ("joint", "other kernels", "")
     assert [each.kind for each in others] == ["identical"] * len(others)
     assert "forward and backward" in [each.stage for each in others]
+
+
+COMMUNICATES = """
+# gtrainer graph v2
+world = group(range(0, 2))
+if I:
+  I.x: f32[4]
+if fwd:
+  with _:
+    all_reduce: f32[4] = _c10d_functional.all_reduce(I.x, 'sum', world)
+    wait: f32[4] = _c10d_functional.wait_tensor(all_reduce)
+if out:
+  yield fwd._.wait
+"""
+ALONE = """
+# gtrainer graph v2
+if I:
+  I.x: f32[4]
+if fwd:
+  with _:
+    sin: f32[4] = aten.sin(I.x)
+if out:
+  yield fwd._.sin
+"""
+
+
+@pytest.mark.parametrize("texts", [(COMMUNICATES, ALONE), (ALONE, COMMUNICATES)])
+def test_a_collective_on_either_side_needs_the_ranks(texts):
+    """A pass may add the only one, or drop it."""
+    layout = object.__new__(_Layout)  # of a compilation whose world is gone
+    layout._world, layout._are_recorded = None, False
+    sides = [{"forward": graphtext.parse(text.lstrip())} for text in texts]
+    proof = layout._prove(*sides, "identical")
+    assert proof.kind == "unknown"
+    assert proof.reason.startswith("all_reduce")
+    assert proof.reason.endswith("the world of its ranks is gone: give world=")
 
 
 class TwoOutputs(nn.Module):

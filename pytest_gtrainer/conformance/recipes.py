@@ -386,7 +386,7 @@ def _average_gradients(gm: fx.GraphModule, replicas: DeviceMesh) -> None:
 
 
 def _change_waits(gm: fx.GraphModule, how: str) -> None:
-    """Move the waits of parameters to their first readers ("late"), or put an alias behind them."""
+    """Move the waits of parameters to their first readers ("late"), or put an alias after them."""
     for member in fsdp_all_gathers(gm):
         wait = member.wait
         if how == "late":
@@ -523,7 +523,7 @@ def _receive(like: torch.Tensor, group: dist.ProcessGroup, tag: int) -> torch.Te
 def _with_fresh_buffers(h: torch.Tensor) -> torch.Tensor:
     """Add terms that are wrong if a pass makes one of two equal expressions.
 
-    These are fresh buffers, draws, and products before and behind a write.
+    These are fresh buffers, draws, and products before and after a write.
     """
     constant = h.detach()
     makers: list[Callable[[], torch.Tensor]] = [

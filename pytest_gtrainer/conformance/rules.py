@@ -338,14 +338,14 @@ def _communicate_as_much(run: PassRun) -> None:
             continue
         if before[what] != after[what]:
             raise AssertionError(
-                f"{what}: {before[what]} elements before the pass, {after[what]} behind it"
+                f"{what}: {before[what]} elements before the pass, {after[what]} after it"
             )
     if run.adapter.kind not in AGAINST_MEMORY:
         before, after = map(_sent, run.graphs)
         for what, size in after.items():
             if size > before[what]:
                 raise AssertionError(
-                    f"{what}: {before[what]} bytes before the pass, {size} behind it"
+                    f"{what}: {before[what]} bytes before the pass, {size} after it"
                 )
 
 
@@ -617,7 +617,7 @@ def keeps_messages(run: PassRun) -> None:
             if was[words] != now[words]:
                 raise AssertionError(
                     f"rank {rank}: {words} ({where}): {counted(was[words], 'message')} before the "
-                    f"pass, {now[words]} behind it"
+                    f"pass, {now[words]} after it"
                 )
     waits = find_waits(_schedules(after))
     if waits:
@@ -938,7 +938,7 @@ def leaves_other_collectives(run: PassRun) -> None:
 
     before, after = map(of_tp, run.graphs)
     for kind in (before - after) + (after - before):
-        raise AssertionError(f"{kind}: {before[kind]} before the pass, {after[kind]} behind it")
+        raise AssertionError(f"{kind}: {before[kind]} before the pass, {after[kind]} after it")
 
 
 @rule("D7", "members that differ in dtype are never merged", MERGING, MIXED)
@@ -1029,14 +1029,14 @@ def prefetches(run: PassRun) -> None:
     for (name, _, wait), (later, launch, _) in itertools.pairwise(spans):
         if launch > wait:
             raise AssertionError(
-                f"{later} is launched behind the wait of {name}: "
+                f"{later} is launched after the wait of {name}: "
                 "the gather of a bucket hides nothing"
             )
 
 
 @rule(
     "E2",
-    "a reduce-scatter is waited for behind the launch of the next one",
+    "a reduce-scatter is waited for after the launch of the next one",
     MERGING,
     DENSE,
     HYBRID,
@@ -1090,7 +1090,7 @@ SLOW = CostModel(flops_per_second=1e30, bytes_per_second=1e30, link=1e30, overhe
 def hides_collectives(run: PassRun) -> None:
     """Count the exposed collectives.
 
-    Eager FSDP2 exposes two: nothing runs before the first all-gather has arrived, nor behind the
+    Eager FSDP2 exposes two: nothing runs before the first all-gather has arrived, nor after the
     last reduce-scatter.
     """
     after = timeline(run.after, SLOW, mesh=dict(run.recipe.mesh))

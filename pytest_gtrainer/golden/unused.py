@@ -70,7 +70,7 @@ class UnusedGoldens:
         self._mode = goldens.modes.unused
         self._collection = Collection()
         self._selected: list[pytest.Item] = []
-        self._tests: dict[str, Outcome] = {}
+        self._tests: dict[str, OutcomeOfTest] = {}
         self._cut: str | None = None  # the reason why the run has not come to its end
         self._workers_unowned: set[PurePosixPath] | None = None
         self.lines: list[str] = []  # for the summary of the run
@@ -113,7 +113,7 @@ class UnusedGoldens:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         # A plugin that repeats a test begins with its setup again.
         if report.when == "setup" or report.nodeid not in self._tests:
-            self._tests[report.nodeid] = Outcome()
+            self._tests[report.nodeid] = OutcomeOfTest()
         self._tests[report.nodeid].add(report)
 
     @pytest.hookimpl(optionalhook=True)
@@ -297,7 +297,7 @@ class Collection:
         return found
 
 
-class Outcome:
+class OutcomeOfTest:
     """The outcome of a test by its reports."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ model as that of a graph.
 
 What the text leaves out, on purpose: node names, process group names, storage offsets, the index of
 the only device of a type, ``requires_grad``, aliasing, ranges of symbols, strides of dimensions of
-one element, dead ``getitem`` nodes, that a constant is used twice, values of parameters.
+one element, dead ``getitem`` nodes, whether two uses of a constant share it, values of parameters.
 docs/graph-text.md has it all.
 """
 

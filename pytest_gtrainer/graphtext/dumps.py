@@ -1,7 +1,7 @@
 """Translate the code of a graph, as ``print_readable`` writes it, into graph text.
 
-Tlparse shows this code, and ``fx_graph_runnable`` files hold it. ``translated`` makes its syntax
-tree into that of graph text; nothing of the dump is ever run. Lines keep their numbers, so errors
+Tlparse shows this code, and ``fx_graph_runnable`` files hold it. ``translated`` turns its syntax
+tree into that of graph text; no code of the dump is ever run. Lines keep their numbers, so errors
 name those of the file. A dump has neither modules nor directions: all values stand in ``fwd`` of
 ``_``, and inputs in ``A`` by their names in the dump.
 """

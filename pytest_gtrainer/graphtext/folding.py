@@ -84,6 +84,7 @@ def fold(sections: Sequence[Section]) -> list[str]:
     for run in runs:
         model, size = models.get(run.place, run), len(run.section.lines)
         edits = None if model is run else _edits(model.section.lines, run.section.lines)
+        # Edits have to save more than half of the lines, and a short section is read faster whole.
         if edits is None or 2 * len(edits) >= size or (edits and size <= _SHORT):
             text += [run.heading, *_body(run.section.lines)]
             continue

@@ -48,7 +48,7 @@ from pytest_gtrainer.graphtext.spelling import (
 )
 
 VIEWS = ("full", "schedule", "layout")
-_Drawn = tuple[list[str], list[Section]]
+_Drawing = tuple[list[str], list[Section]]
 """The lines at the head, and the sections before they are folded."""
 
 
@@ -100,7 +100,7 @@ def render_layout(
 
     ``header`` and ``mesh`` are those of ``render``.
     """
-    return _write({"view": "layout", **(header or {})}, *_layout(layout, mesh or {}, {}))
+    return _write({"view": "layout", **(header or {})}, *_draw_layout(layout, mesh or {}, {}))
 
 
 def lines_of(
@@ -122,9 +122,9 @@ def _write(header: Mapping[str, str], head: Sequence[str], sections: Sequence[Se
     return "\n".join([*headers.write(header), *head, *fold(sections)]) + "\n"
 
 
-def _draw(gm: fx.GraphModule, view: str, mesh: Mapping[str, int], sizes: str = "both") -> _Drawn:
+def _draw(gm: fx.GraphModule, view: str, mesh: Mapping[str, int], sizes: str = "both") -> _Drawing:
     if view == "full":
-        return _full(gm, mesh, Backed(sizes), is_body=False)
+        return _draw_full(gm, mesh, Backed(sizes), is_body=False)
     if view == "schedule":
         refuse_unseen(gm)
         return schedule_view.draw(gm, mesh)
@@ -132,11 +132,13 @@ def _draw(gm: fx.GraphModule, view: str, mesh: Mapping[str, int], sizes: str = "
         # Of groups with the same ranks, the first one names them.
         groups = reversed(groups_of(gm, mesh).values())
         known = {group.ranks: group.symbol for group in groups if group.ranks}
-        return _layout(bucket_layout(gm), mesh, known)
+        return _draw_layout(bucket_layout(gm), mesh, known)
     raise ValueError(f"view {view!r}: this version has {', '.join(VIEWS)}")
 
 
-def _full(gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_body: bool) -> _Drawn:
+def _draw_full(
+    gm: fx.GraphModule, mesh: Mapping[str, int], backed: Backed, *, is_body: bool
+) -> _Drawing:
     """Return the definitions and settings of a graph, and its sections.
 
     Args:
@@ -218,7 +220,7 @@ def _bodies(
         for path, body in called.items():
             if path in names:
                 continue
-            definitions, sections = _full(body, mesh, backed, is_body=True)
+            definitions, sections = _draw_full(body, mesh, backed, is_body=True)
             content = "\n".join(INDENT + line for line in [*definitions, *fold(sections)])
             short = operator_of(user).short if is_computed(user) else user.op
             names[path] = by_content.setdefault(content, word(f"{short}_graph_{len(by_content)}"))
@@ -304,9 +306,9 @@ def _output_sections(output: fx.Node, speller: Speller) -> Iterable[Section]:
         yield Section(key, tuple(lines))
 
 
-def _layout(
+def _draw_layout(
     layout: BucketLayout, mesh: Mapping[str, int], known: Mapping[tuple[int, ...], str]
-) -> _Drawn:
+) -> _Drawing:
     """Draw a layout; ``known`` has symbols of groups by their ranks."""
     groups = groups_of_ranks([payload.ranks for payload in layout.payloads], mesh, known)
     placed = []

@@ -183,6 +183,7 @@ def names_of(scopes: Scopes, taken: Iterable[str]) -> dict[fx.Node, tuple[Scope,
     A name that is a ``WORD`` or ``taken`` gets an underscore, ``is_``.
     """
     words = WORDS | frozenset(taken)
+    # By scope the names that are taken, each with how many values have it as their base.
     uses: defaultdict[Scope, dict[str, int]] = defaultdict(dict)
     names: dict[fx.Node, tuple[Scope, str]] = {}
     for node in scopes.computed:

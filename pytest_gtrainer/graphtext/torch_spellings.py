@@ -23,7 +23,7 @@ class Spelling:
     before: str  # the operator in older versions, without ``.default``
     after: str  # the operator in newer ones
     reason: str  # the change in torch, and the difference that no check can see because of it
-    of: str = ""  # the operator that the first operand comes from; "" for any
+    of: str = ""  # the operator that computes the first operand; "" for any
 
     def __str__(self) -> str:
         words = f"{self.after} for {self.before}"
@@ -66,9 +66,9 @@ def spellings_between(made: str | None, running: str | None) -> tuple[Spelling, 
 def same_but_for(
     spellings: Iterable[Spelling], old: Sequence[GraphLine], new: Sequence[GraphLine]
 ) -> bool:
-    """Return whether two graphs are equal, line by line, in one spelling.
+    """Return whether two graphs are equal, line by line, in the words of the newer torch.
 
-    A value is named after its operator, so names may differ.
+    Names of values do not count, because a value is named after its operator.
     """
     return _content(old, tuple(spellings)) == _content(new, tuple(spellings))
 

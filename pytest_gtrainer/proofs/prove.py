@@ -957,6 +957,7 @@ def _different(
         return Proof("unknown", compared, first, origin, reason=reason, seconds=seconds)
 
     weakest = kind == "rounds elsewhere"
+    # Float64 numbers may agree only where neither dtypes nor shapes differ.
     if weakest and (first.element is not None or first.says.endswith(KNOWN)):
 
         def compare(numbers: Numbers) -> Difference:

@@ -177,13 +177,12 @@ def _read_rank(
             subtests.append(report)
             for name in CARRIED:
                 in_subtests[name] += len(getattr(report, name, []))
-        known = by_phase.get(report.when)
-        kept = report
-        if known is not None and known.failed:
-            kept = known
+        earlier = by_phase.get(report.when)
+        # The first failure of a phase is kept, with the claims of all its reports.
+        kept = earlier if earlier is not None and earlier.failed else report
         for name in CARRIED:
             claimed = getattr(report, name, [])
-            setattr(kept, name, claimed if known is None else [*getattr(known, name), *claimed])
+            setattr(kept, name, claimed if earlier is None else [*getattr(earlier, name), *claimed])
         by_phase[report.when] = kept
 
     for phase, kept in by_phase.items():

@@ -81,7 +81,7 @@ def test_what_is_gathered_twice_may_be_gathered_once_and_not_the_other_way(graph
         {"all_gather over ranks [0, 1]": 64},
     )
     compared(twice, once)
-    with pytest.raises(AssertionError, match="32 bytes before the pass, 64 behind it"):
+    with pytest.raises(AssertionError, match="32 bytes before the pass, 64 after it"):
         compared(once, twice)
     compared(once, graph(GATHERS, torch.bfloat16))
 

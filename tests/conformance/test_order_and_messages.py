@@ -306,7 +306,7 @@ def test_a_message_is_not_recomputed(request):
 def test_a_repeated_receive_is_named(request, monkeypatch):
     """Q2 Q3: as torch's own pass, and ours before, repeat it."""
     monkeypatch.setattr("pytest_gtrainer.passes.remat.is_message", lambda node: False)
-    with pytest.raises(AssertionError, match=r"recv from 0 of tag 0, .* 1 message .*, 2 behind it"):
+    with pytest.raises(AssertionError, match=r"recv from 0 of tag 0, .* 1 message .*, 2 after it"):
         judge_or_fail("p2p", selective_activation_remat_pass, request, "remat")
 
 

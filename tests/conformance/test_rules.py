@@ -311,7 +311,7 @@ MISTAKES = [
         packs_as_registered,
         "bucket 'layers.0', all_gather: layers.0.w1.weight sits at byte 8, expected 0",
     ),
-    ("D6", exchanges_twice, "all_reduce of \\[2, 3, 8\\] over tp: 2 before the pass, 3 behind it"),
+    ("D6", exchanges_twice, "all_reduce of \\[2, 3, 8\\] over tp: 2 before the pass, 3 after it"),
     ("D7", gathers_in_another_dtype, "travelled as torch.float32, now as torch.bfloat16"),
     ("D8", leaves_no_marks, 'has no meta\\["fsdp_bucket"\\]'),
     ("D13", leaves_views, "reads operands of strides"),

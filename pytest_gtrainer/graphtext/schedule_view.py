@@ -99,9 +99,10 @@ def _serving(
     neighbours: Callable[[fx.Node], Iterable[fx.Node]],
     may_serve: Callable[[fx.Node, fx.Node], bool],
 ) -> dict[fx.Node, fx.Node]:
-    """Return the one event that all neighbours of a node are, or serve themselves.
+    """Return by node the event (launch or wait) that it serves.
 
-    Only such nodes and free ones may stand between a node and its event.
+    All neighbours of such a node are this event, or serve it themselves. Only nodes that serve and
+    free ones may stand between the node and its event.
     """
     serves: dict[fx.Node, fx.Node] = {}
     near: set[fx.Node] = set()

@@ -15,9 +15,12 @@ from pytest_gtrainer.worlds.simulated.rings import check_reduction
 
 @dataclass(frozen=True, slots=True)
 class AnyOrder(Net):
-    """The groups of a net; each reduction is one operator, so it is rounded once."""
+    """The groups of ``net``; each reduction is one operator, so it is rounded once.
 
-    by_destination: ClassVar[bool] = True
+    Make one by ``AnyOrder.of(net)``.
+    """
+
+    by_destination: ClassVar[bool] = True  # each shard is reduced by itself
 
     net: Net
     members: tuple[int, ...] | None = None

@@ -22,7 +22,7 @@ def describe_known(names: Sequence[str]) -> tuple[str, ...]:
 
 _TAKEN_ON_TRUST = {
     "masks": "exp is 0 where a mask of -1e4 or less is filled in, or added",
-    "lowest": "what a mask of -1e4 or less was added to is below all that has no mask",
+    "lowest": "a number plus a mask of -1e4 or less is below every number without a mask",
     "has_many_limits": "limits that only decide, as .5 in where(x > .5, a, b), have the same "
     "values: there are more than are compared",
 }

@@ -261,5 +261,5 @@ def _size(tensor: Tensor) -> float:
 
 
 def describe_unchecked(error: NoMeaning) -> str:
-    """Say that no float64 numbers were compared, as they cannot be computed."""
-    return f"numbers would say the same, which cannot be computed: {error}"
+    """Say that float64 numbers were not compared, because they cannot be computed."""
+    return f"float64 numbers would agree, but they cannot be computed: {error}"

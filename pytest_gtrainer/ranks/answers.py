@@ -6,7 +6,7 @@ tests). A rank that holds the GIL in C++ cannot answer. When its team is about t
 its faulthandler may try: the "dump".
 
 A *call* is a collective that a rank has issued on a group, as torch records it; its *number* counts
-the calls on that group. A rank *lacks* the calls that have a higher number than its own last one.
+the calls on that group. A rank *lacks* a call if its own last call has a lower number.
 """
 
 import json

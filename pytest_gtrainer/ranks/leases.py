@@ -4,9 +4,9 @@ A *slot* is the right to run one rank, on a GPU or on a CPU. A *lease* is a numb
 all at once or not at all. A process that wants or holds slots has a *place* in the line: a file
 that is locked until its owner releases it or dies.
 
-Larger worlds stand before smaller ones, which could starve them otherwise; worlds of one size stand
-in the order in which they came. Among the places that wait for common slots, only the first may
-take them.
+Larger worlds stand before smaller ones: a stream of small worlds would keep a large one waiting for
+ever. Worlds of one size stand in the order in which they came. Of the places that wait for some of
+the same slots, only the first may take them.
 
 Processes that share a folder share its slots: the xdist workers of a run for CPUs, every run of a
 user for GPUs.

@@ -68,8 +68,8 @@ COLLECTIVE_LIMIT = timedelta(hours=24)
 _RECORDED = "128"
 MEMORY_TOLERANCE = 2**20
 
-# How torch, and this package, name a process group that does not exist. "group 145" alone may be a
-# group of parameters.
+# How errors of torch and of this package name a process group that does not exist. The words
+# "group 145" by themselves may mean a group of parameters.
 _NAMES_A_GROUP = (
     re.compile(r"process group registered under the name ['\"]?([\w:]+)"),
     re.compile(r"process group ['\"]([^'\"]+)['\"]"),
@@ -197,7 +197,7 @@ class Rank:
             item.config.stash[IS_OBSERVED] = command.is_observed
             # A cached property of pytest, which would read the source.
             vars(item).setdefault("location", command.location)
-            # The parent may have changed its mind about what comes after the last test.
+            # The last command named the test that would come next; it may be another one now.
             tear_down(self.session, item)
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         except CollectionDiffers as error:

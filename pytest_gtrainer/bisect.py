@@ -253,7 +253,7 @@ def bisect_passes(
         every: replay every prefix instead of halving.
 
     Raises:
-        ValueError: under a fake process group, whose collectives move no data.
+        ValueError: under a fake process group, whose collectives move no data; or no passes.
         TypeError: ``traced`` is a graph, which does not know its inputs.
     """
     check_switches(every=every)
@@ -265,6 +265,11 @@ def bisect_passes(
     run_on: Callable[[Sequence[Any]], RunGraph]
     stages = [Stage("", traced.gm)]
     bound = all_bound(passes)
+    if not bound:
+        raise ValueError(
+            "bisect_passes was given no pass, so nothing would be compared: give the passes of the "
+            "run, of which a filter may have left none"
+        )
 
     def keep(name: str, before: fx.GraphModule, after: fx.GraphModule) -> None:
         stages.append(Stage(str(bound[len(stages) - 1]), after))

@@ -82,10 +82,10 @@ class Matcher:
             CheckFailure: the graph is not as the check says.
             CheckError: the check cannot match, cannot fail, or cannot be decided.
         """
+        if check.kind == "start":
+            self._refuse_what_always_holds()
         self._last = check
         try:
-            if check.kind == "start":
-                self._refuse_what_always_holds()
             self._says_something |= check.kind != "start" and not check.holds_of_every_graph
             is_negative = check.kind == "never" or check.number == 0
             check.pattern.check(self._subject, is_negative=is_negative)
@@ -125,7 +125,9 @@ class Matcher:
         self._end_waiting(len(self._schedule))
 
     def _refuse_what_always_holds(self) -> None:
-        if self._last is not None and not self._says_something:
+        # A `start` in front of all checks is none of them.
+        has_checked = self._last is not None and self._last.kind != "start"
+        if has_checked and not self._says_something:
             raise CheckError(
                 f"{self._last}\nany graph has such nodes, so nothing was checked: say of a node "
                 "which one it is, such as `then aten.mm in layers.0`"

@@ -96,6 +96,7 @@ def test_arguments_are_spelled_as_in_graph_text(gm, holds, fails):
         ("then _to_copy\nnever mm in fwd", "then _to_copy\nnever mm"),
         ("then sum\ncount 1 cat\nthen mm", "then sum\ncount 1 cat\nthen cat"),
         ("then sum\nstart\nthen cat", "then sum\nthen cat"),
+        ("start\nstart\nthen cat", "start\nthen mm in layers.0.wo\nthen cat"),
         ("then mm as m\nstart\nthen mm(m, _)", "then sum\nnever mm\nstart\nthen cat"),
     ],
 )

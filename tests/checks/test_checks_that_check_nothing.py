@@ -66,6 +66,8 @@ def error_of(gm, checks):
         ("next **(...) as first\nthen * as second\nsame *", "any graph has such nodes"),
         ("then * as first\nthen output(...)", "any graph has such nodes"),
         ("then output\nstart\nthen mm", "any graph has such nodes"),
+        ("start", "nothing is checked after this `start`"),
+        ("start\nthen output", "any graph has such nodes"),
         ("then mm\nstart\nthen output\nsame output", "any graph has such nodes"),
         ("same mm", "`same` speaks of the last match, and there is none yet"),
         ("then mm\nstart\nsame mm", "`same` speaks of the last match, and there is none yet"),

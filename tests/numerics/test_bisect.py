@@ -182,6 +182,12 @@ def test_passes_that_change_no_bit_are_equal():
     assert model.steps == 0
 
 
+def test_a_list_without_a_pass_is_refused():
+    """As a filter of passes leaves: nothing would be compared."""
+    with pytest.raises(ValueError, match="bisect_passes was given no pass, so nothing would be"):
+        bisect_passes(traced_net(), [], (Net(), *BATCH))
+
+
 def test_a_difference_that_is_taken_back_is_found_by_replaying_every_prefix():
     def undo_pass(gm, example_inputs):
         return traced_net().gm

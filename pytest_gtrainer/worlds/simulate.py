@@ -283,7 +283,8 @@ def _groups_of(
             raise ValueError(
                 f"{node.name} ({node.target}) communicates in process group {group!r}, which this "
                 f"simulated world lacks; it has {', '.join(map(repr, sorted({*known, *live})))}: "
-                f"list the ranks, groups={{{group!r}: [[0, 1], ...]}}"
+                f"where groups= is an argument, list the ranks, groups={{{group!r}: [[0, 1], "
+                "...]}; else run in a world whose mesh makes that group, world=gt_world"
             )
 
     return {name: tuple(map(tuple, partition)) for name, partition in known.items()}

@@ -189,7 +189,7 @@ def test_groups_that_no_process_has_are_told_by_their_ranks():
     assert [own["sum"][0].item() for own in across] == [2, 4, 2, 4]
     with pytest.raises(
         ValueError,
-        match=r"process group 'tp', which this simulated world lacks; it has '0': list the",
+        match=r"process group 'tp', which this simulated world lacks; it has '0': where groups= is",
     ):
         simulate_graph(of_a_group("tp"), inputs, 4)
     for wrong in ([[0, 1]], [[0, 1], [1, 2, 3]]):

@@ -65,7 +65,7 @@ COLLECTIVE_LIMIT = timedelta(hours=24)
 
 # How many of the last calls of a test are compared between ranks. Reading the recorder takes 5
 # microseconds for each call in it, after each test that communicates.
-_RECORDED = "128"
+_RECORDED = "64"
 MEMORY_TOLERANCE = 2**20
 
 # How errors of torch and of this package name a process group that does not exist. The words

@@ -103,7 +103,7 @@ def test_parts_have_the_sizes_of_a_cast(sizes, nbytes, scaled):
         ([], 0),
         (None, 0),
     ],
-    ids=str,
+    ids=["a tensor", "empty", "two dtypes", "nested", "others", "none", "no value"],
 )
 def test_bytes_of_a_value_are_those_of_all_its_tensors(value, nbytes):
     """A coalesced collective has one tensor for each member, of any dtype."""

@@ -91,6 +91,12 @@ def test_differs_by_two_ways(call):
     dist.barrier()
     dtype = KINDS["integers"][dist.get_rank() == 2]
     (WAYS[call] if dist.get_rank() == 2 else call)(torch.ones(3, dtype=dtype))
+
+
+def test_differs_before_others():
+    all_reduce(torch.ones(3, dtype=KINDS["integers"][dist.get_rank() == 2]))
+    for _ in range(40):
+        dist.all_reduce(torch.ones(1))
 """
 
 
@@ -100,7 +106,7 @@ def test_calls_that_differ_fail_a_test_that_would_pass(tmp_path):
     run = suite.run("--gt-gpus=3")
     texts = {name: run.text(name) for name in run.reports if run.outcome(name) == "failed"}
     differing = {name for name in run.reports if "differs" in name}
-    assert len(differing) == 10
+    assert len(differing) == 11
     assert set(texts) == differing
     for name, text in texts.items():
         if "integers" in name or "halves" in name:

@@ -271,6 +271,8 @@ def test_mistakes_that_are_small_in_numbers_are_another_function(name):
 
 
 def test_a_small_number_in_a_small_step_is_another_function():
+    # With the weights of one seed in sixty all differences are so small that nobody knows.
+    torch.manual_seed(0)
     twice = partial(adamw_by_hand, eps=2e-8)
     assert prove(twice, adamw, inputs=(nn.Linear(6, 2), X)).kind == "another function"
 

@@ -210,7 +210,8 @@ class _Version:
         values: numbers of what nodes make, before anybody writes to it.
         stateful: nodes that draw, write or make memory without a value, and which of these they
             are: a draw by its place, the others by their name.
-        created: nodes that make memory which others write to. Equal ones are not one.
+        created: nodes that make memory which others write to, by the name of who writes to it
+            first. Equal ones are not one.
         shows: nodes whose value is such memory, or a view of it.
         histories: by reader and operand, the nodes that wrote to the operand's memory before.
     """
@@ -225,14 +226,16 @@ class _Version:
         self.numbers: dict[fx.Node, int] = {}
         self.values: dict[fx.Node, int] = {}
         self.stateful: dict[fx.Node, tuple[str, Any]] = {}
-        self.created: dict[fx.Node, int] = {}
+        self.created: dict[fx.Node, tuple[str, int]] = {}
         self.histories: dict[fx.Node, dict[fx.Node, tuple[fx.Node, ...]]] = {}
         memory: dict[fx.Node, set[fx.Node]] = {}
-        written: set[fx.Node] = set()
+        first_writers: dict[fx.Node, fx.Node] = {}
         for node in gm.graph.nodes:
             memory[node] = _memory_of(node, memory, node in self.layouts.roots)
             for operand in written_operands(node):
-                written |= memory[operand]
+                for each in memory[operand]:
+                    first_writers.setdefault(each, node)
+        written = first_writers.keys()
         self.shows = {node for node in gm.graph.nodes if memory[node] & written}
         # In the order of the graph: a reader sees what was written before it.
         writers: dict[fx.Node, dict[fx.Node, None]] = defaultdict(dict)
@@ -246,11 +249,9 @@ class _Version:
             for operand in written_operands(node):
                 for each in memory[operand]:
                     writers[each][node] = None
-            self._classify(node, memory, written)
+            self._classify(node, first_writers)
 
-    def _classify(
-        self, node: fx.Node, memory: Mapping[fx.Node, set[fx.Node]], written: set[fx.Node]
-    ) -> None:
+    def _classify(self, node: fx.Node, first_writers: Mapping[fx.Node, fx.Node]) -> None:
         """Say whether the place of a node among others matters."""
         if node.op in ("placeholder", "output"):
             return
@@ -261,8 +262,10 @@ class _Version:
             self.stateful[node] = "draw", sum(kind == "draw" for kind, _ in self.stateful.values())
         elif is_fresh or written_operands(node):
             self.stateful[node] = "memory", node.name
-        elif node in written:
-            self.created[node] = len(self.created)
+        elif node in first_writers:
+            # Passes keep the names of writers. A writer may write to several.
+            name = first_writers[node].name
+            self.created[node] = name, sum(name == other for other, _ in self.created.values())
 
     def number(self, node: fx.Node, numbers: dict[Any, int]) -> int:
         """Number a node whose operands have numbers.

@@ -437,6 +437,23 @@ def test_a_view_that_is_read_before_and_behind_a_write_is_no_single_value():
         cut_to_pairs(after, before)
 
 
+@pytest.mark.parametrize(("factor", "is_equal"), [(1, True), (2, False)])
+def test_memory_is_known_by_who_writes_to_it(factor, is_equal):
+    """Not by its place: others may be made before it, and the node that makes it may be another."""
+    one, two = "one: f32[2, 3] = aten.clone(I.x)", "two: f32[2, 3] = aten.exp(I.x)"
+    writes = (
+        "add: f32[2, 3] = aten.add_.Tensor(one, I.x)",
+        "mul: f32[2, 3] = aten.mul_.Tensor(two, I.x)",
+    )
+    results = ["fwd._.add", "fwd._.mul"]
+    before = parse(one, two, *writes, results=results)
+    assert cut_to_pairs(parse(two, one, *writes, results=results), before) is None
+
+    other = f"one: f32[2, 3] = aten.mul.Scalar(I.x, {factor})"
+    after = parse(two, other, *writes, results=results)
+    assert is_equal_by_pairs(after, before) == is_equal
+
+
 def graph_of(made):
     """Return a graph of one input; ``made`` adds nodes by a function and returns the result."""
     graph = fx.Graph()

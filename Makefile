@@ -10,7 +10,7 @@ BENCHMARKS := digest records operators simulated graphtext graphdiff threads chu
 # Tests start hundreds of processes: each would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test check gpu test-torch test-oldest-pytest test-torchtitan test-torchtitan-long torchtitan-table titan-env test-transformers bench mutants docs dist lint env
+.PHONY: run test check gpu test-torch test-oldest-pytest test-torchtitan test-transformers bench mutants docs dist lint env
 
 run: env          ## the main job on one small model: goldens, bits on 8 ranks, a proof, two planted mistakes; a page
 	mkdir -p build
@@ -53,22 +53,14 @@ test-oldest-pytest: ## what meets pytest, under pytest 9.0.1
 
 # A trainer that is not ours, its own tests included. In an environment of its own: 1.9 GB, torch counted.
 TITAN = build/torchtitan-$(TAG)
-# Ranks share two cores: a thread each is enough.
-IN_TITAN = cd examples/torchtitan && OMP_NUM_THREADS=1 ../../$(TITAN)/bin/python
+MARK ?= not long
 
-test-torchtitan: titan-env ## torchtitan 0.3.0: its graph_trainer and the tests of it, on CPU; needs gcc and binutils
-	$(IN_TITAN) -m pytest --gt-gpus=8 --gt-cuda-as=cpu -rs -n $(WORKERS) --dist loadfile -m "not long" tests
-
-test-torchtitan-long: titan-env ## what that leaves out
-	$(IN_TITAN) -m pytest --gt-gpus=8 --gt-cuda-as=cpu -rs -n $(WORKERS) --dist loadfile -m long tests
-
-torchtitan-table: titan-env ## examples/torchtitan/TABLE.md anew: an hour and more; cut off, the same command goes on
-	$(IN_TITAN) upstream.py ../../build/titan-outcomes
-	$(IN_TITAN) table.py ../../build/titan-outcomes
-
-titan-env:
+test-torchtitan:  ## torchtitan 0.3.0: its graph_trainer and the tests of it, on CPU; needs gcc and binutils. MARK=long runs the rest
 	$(PYTHON) .ci/light_torch.py 2.15.0 $(TITAN)
 	$(TITAN)/bin/python -m pip install --quiet --disable-pip-version-check -r examples/torchtitan/requirements.txt -e .
+	# Ranks share two cores: a thread each is enough.
+	cd examples/torchtitan && OMP_NUM_THREADS=1 ../../$(TITAN)/bin/python -m pytest --gt-gpus=8 --gt-cuda-as=cpu -rs \
+		-n $(WORKERS) --dist loadfile -m "$(MARK)" tests
 
 test-transformers: env ## ordinary models of the transformers package, which this installs
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[transformers]'

@@ -41,7 +41,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class Ingredients:
-    """What a model is made of.
+    """The parts of a model, and how it is sharded.
 
     Attributes:
         layers: the number of blocks.

@@ -140,7 +140,7 @@ class CollectiveOfAlike(CollectiveStep):
         return copies
 
     def _by_rank(self, of_ranks: Sequence[Tensor]) -> Tensor:
-        """Return one tensor for the results of all ranks: a choice by the rank unless all are equal."""
+        """Return one tensor for all ranks' results: a choice by the rank, unless they are equal."""
         first = of_ranks[0]
         # Ranks of a group share what they got, so there are few objects for many ranks.
         places: dict[int, int] = {}

@@ -381,7 +381,7 @@ def _shown_rank_of(subtest: Mapping[int, pytest.TestReport]) -> int | None:
 
 
 class _Event(NamedTuple):
-    """A reason why the test fails: the failed report of a rank, or an incident, without a report."""
+    """A reason why the test fails: the failed report of a rank, or an incident without a report."""
 
     time: float
     rank: int | None

@@ -273,8 +273,8 @@ def ring_sum(
         for channel, place, offset in blocks:
             sources = (orders[channel, :, place].t() * elements + offset).reshape(-1)
             partial = None
-            # Several hops of a small payload are read at once, one of a large one; all into the same
-            # memory, since to allocate it for each hop takes as long as to add it.
+            # Several hops of a small payload are read at once, one of a large one. All go into the
+            # same memory: to allocate it for each hop takes as long as to add it.
             at_once = max(1, block // len(offset))
             read = rows.new_empty(at_once * len(offset), length)
             hops = read.split(len(offset))

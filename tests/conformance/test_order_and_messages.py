@@ -214,17 +214,17 @@ MISTAKES = [
     (
         (0,),
         drops(SEND),
-        r"rank 0: send to 1 of tag 4, .*\(isend_3 of layers.1\): 1 message .*, 0 b",
+        r"rank 0: send to 1 of tag 4, .*\(isend_3 of layers.1\): 1 message .*, 0 a",
     ),
-    ((3,), drops(SEND), r"rank 3: send to 2 of tag 2, .* of layers.0\): 1 message before .*, 0 b"),
-    ((3,), drops(RECEIVE), r"rank 3: recv from 2 of tag 4, bfloat16\[2, 3\] .*: 1 message .*, 0 b"),
-    ((0, 1, 2, 3), drops(SEND), r"rank 0: send to 1 of tag 4, .* of layers.1\): 1 message .*, 0 b"),
+    ((3,), drops(SEND), r"rank 3: send to 2 of tag 2, .* of layers.0\): 1 message before .*, 0 a"),
+    ((3,), drops(RECEIVE), r"rank 3: recv from 2 of tag 4, bfloat16\[2, 3\] .*: 1 message .*, 0 a"),
+    ((0, 1, 2, 3), drops(SEND), r"rank 0: send to 1 of tag 4, .* of layers.1\): 1 message .*, 0 a"),
     (
         (2,),
         doubles(SEND),
-        r"rank 2: send to 3 of tag 0, .*\(isend of layers.0\): 1 mess.*, 2 behind",
+        r"rank 2: send to 3 of tag 0, .*\(isend of layers.0\): 1 mess.*, 2 after",
     ),
-    ((1,), doubles(RECEIVE), r"rank 1: recv from 0 of tag 0, .* of layers.0\): 1 mess.*, 2 behind"),
+    ((1,), doubles(RECEIVE), r"rank 1: recv from 0 of tag 0, .* of layers.0\): 1 mess.*, 2 after"),
     (
         (2,),
         turns_round,

@@ -136,6 +136,11 @@ def _check_numbers(given: argparse.Namespace) -> None:
         raise UsageError("--models and --gt-model: graphs are made from one or the other")
     if given.ranks < 0 or given.ranks == 1:
         raise UsageError(f"--ranks={given.ranks}: give 2 or more, or 0 for graphs of one rank")
+    if given.models and given.ranks % 2:
+        raise UsageError(
+            f"--models --ranks={given.ranks}: give an even number, as layers and experts of these "
+            "models are divided among two ranks"
+        )
 
 
 def _check_timeout(seconds: float) -> None:

@@ -148,3 +148,19 @@ def test_a_right_pass_is_not_blamed_on_generated_models(ranks, tmp_path, capsys)
 def test_graphs_are_made_from_one_kind_of_model(tmp_path, capsys):
     assert fuzz("nothing_pass", tmp_path, "--gt-model", "it:it") == 2
     assert "--models and --gt-model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [(3, "--models --ranks=3: give an even number"), (1, "--ranks=1: give 2 or more, or 0")],
+)
+def test_models_are_not_divided_among_three_ranks(ranks, words, tmp_path, capsys):
+    assert fuzz("nothing_pass", tmp_path, "--ranks", ranks) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.gt_world("fake", mesh={"dp": 3, "tp": 2})
+def test_models_are_sharded_over_three_ranks(gt_mesh):
+    make = models_over(6)
+    for seed in range(12):
+        make(seed).graph.lint()

@@ -312,6 +312,7 @@ def test_the_world_of_a_header_is_up_and_then_gone(head, size):
 
 def numbers(**changed):
     given = {"minutes": 1.0, "nodes": 60, "failures": 3, "timeout": 60.0, "ranks": 0}
+    given |= {"models": False, "gt_model": None}
     return argparse.Namespace(**given | changed)
 
 
@@ -331,11 +332,21 @@ def numbers(**changed):
             ({"ranks": value}, f"--ranks={value}: give 2 or more, or 0 for graphs of one rank")
             for value in (-2, -1, 1)
         ),
+        *(
+            (
+                {"models": True, "ranks": value},
+                f"--models --ranks={value}: give an even number, as layers and experts of these "
+                "models are divided among two ranks",
+            )
+            for value in (3, 9)
+        ),
     ],
 )
 def test_numbers_with_which_nothing_would_be_tried(changed, words):
     command._check_numbers(numbers())
     command._check_numbers(numbers(ranks=2, minutes=0.1, nodes=1, failures=1))
+    for ranks in (0, 2, 6):
+        command._check_numbers(numbers(models=True, ranks=ranks))
     with pytest.raises(command.UsageError) as caught:
         command._check_numbers(numbers(**changed))
     assert str(caught.value) == words

@@ -41,7 +41,7 @@ def add_commands(commands: Any) -> None:
         "compare",
         help="name the first step, phase, tensor and ranks in which two records differ",
         description="Compare two records. Exit status: 0 if they are equal, 1 if they differ or "
-        "one was cut, 2 if they cannot be compared.",
+        "one was cut or ends before the other, 2 if they cannot be compared.",
     )
     compare.add_argument("a", metavar="A", help="folder of a record")
     compare.add_argument("b", metavar="B", help="folder of the other one")

@@ -151,6 +151,8 @@ class Comparison:
                 alone += len(set(run.steps)) - len(self.steps)
             left = f"; {counted(alone, 'step')} compared with nothing" if alone else ""
             yield f"equal: {values} in {steps}{left}"
+            if self.shorter and self.is_complete:
+                yield f"{dash}not equal to the end: {self.shorter}"
             return
 
         first, *others = self.differences

@@ -29,7 +29,7 @@ def page_of(result: Comparison) -> str:
     title = "Two records are equal"
     if result.differences:
         title = f"Two records differ: {one_line(str(result.differences[0]))}"
-    elif result.status:
+    elif result.status or result.shorter:
         title = "Two records are equal as far as they go"
     return "\n".join(
         [
@@ -49,6 +49,8 @@ def _sections(result: Comparison) -> Iterator[str]:
     if not result.differences:
         values, steps = counted(result.compared, "value"), counted(len(result.steps), "step")
         yield f"<p>equal: {values} in {steps}</p>"
+        if result.shorter and result.is_complete:
+            yield f"<p>not equal to the end: {escape(result.shorter)}</p>"
         return
 
     first = result.differences[0]

@@ -356,8 +356,8 @@ def _idle_dims(
         says = "no rank came to a collective in its step"
         if unread:
             says = (
-                "what ranks get of each other in a step, as for a log, changes no loss, gradient "
-                "or buffer"
+                "the floating-point numbers that ranks get of each other in a step, as for a log, "
+                "change no loss, gradient or buffer"
             )
         raise VacuousCheck(
             f"on a mesh of {mesh.size()} ranks {says}, and none has a part of a parameter: each "
@@ -383,7 +383,10 @@ def _depends_on(
     # Joined losses are no longer those of a rank.
     are_joined = bool(subject.dims) or callable(subject.models.combine)
     for earlier, later in zip(before, found, strict=True):
-        pairs = [(earlier.gradients, later.gradients), (_after(earlier), _after(later))]
+        pairs = [
+            (earlier.gradients, later.gradients),
+            (_changed_buffers(earlier), _changed_buffers(later)),
+        ]
         if not are_joined:
             pairs.append((earlier.losses, later.losses))
         for old, new in pairs:
@@ -394,8 +397,8 @@ def _depends_on(
     return False
 
 
-def _after(side: SideResults) -> dict[Any, Tensor]:
-    """Return the buffers that a step has changed, behind it."""
+def _changed_buffers(side: SideResults) -> dict[Any, Tensor]:
+    """Return the buffers that a step has changed, as it leaves them."""
     found = {}
     for coordinate, changed in side.buffers.items():
         for fqn, each in changed.items():
@@ -414,8 +417,9 @@ def _said_of_idle(unused: Sequence[str], unread: Sequence[str]) -> tuple[str, ..
     if unread:
         along = " or ".join(map(repr, unread))
         lines.append(
-            f"nothing is parallel along {along}: what ranks get of each other there, as for a "
-            "log, changes no loss, gradient or buffer, so this says nothing of parallelism there"
+            f"nothing is parallel along {along}: the floating-point numbers that ranks get of "
+            "each other there, as for a log, change no loss, gradient or buffer, so this says "
+            "nothing of parallelism there"
         )
     return tuple(lines)
 
@@ -638,7 +642,7 @@ def _said_of_buffers(
     both_have = expected.held_buffers & _buffers_of(found)
     lines = {
         "ignore_buffers: not compared": set(filter(models.ignores, expected.held_buffers)),
-        "parameters that the step changes are not compared behind it": expected.changed_parameters,
+        "parameters that the step changes are not compared after it": expected.changed_parameters,
         "buffers that the reference has not are not compared": of_ranks - expected.held_buffers,
         "buffers that the reference changes in its backward, once for all batches, are not "
         "compared": expected.late_buffers & both_have,
@@ -696,8 +700,8 @@ def _first_module(first: FirstDifference, both: _Both, subject: _Subject, arithm
 
 
 def _said_of_schedule(first: FirstDifference, found: Sequence[SideResults]) -> str:
-    """Return why a pipeline changes a buffer otherwise; "" if no schedule calls backward."""
-    if not first.result.startswith("buffer ") or all(side.is_scaled for side in found):
+    """Return why a pipeline changes a buffer otherwise; "" if each rank has a loss."""
+    if not first.result.startswith("buffer ") or all(side.losses for side in found):
         return ""
     return (
         ". A schedule runs a stage once for each microbatch, and in its first step once more to "
@@ -742,10 +746,20 @@ def _run_parallel(
     if mesh is None or has_real_ranks():
         if mesh is not None:
             mode.exchange = exchange_on_ranks
-        with mode, CountReads(mode):
-            side = models.run_parallel(mode, mesh, follows, disturbed)
-        side.note(mode)
-        return [side] if mesh is None else gather_objects(side)
+        side = None
+        try:
+            with mode, CountReads(mode):
+                side = models.run_parallel(mode, mesh, follows, disturbed)
+            side.note(mode)
+        except Exception:
+            if not disturbed:
+                raise
+        of_ranks = [side] if mesh is None else gather_objects(side)
+        # A rank that raises with other numbers must not go on without the others.
+        results = [each for each in of_ranks if each is not None]
+        if len(results) < len(of_ranks):
+            raise NoMeaning("a rank raises with other numbers")
+        return results
     extents = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     net = AnyOrder.of(NetModel.of_world(mesh.size()))
 

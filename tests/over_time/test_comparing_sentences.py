@@ -252,12 +252,14 @@ def test_steps_are_counted_that_only_one_side_has(compared):
     assert a == [
         "only in A: 3 steps, 0 to 1, 4",
         "equal: 2 values in 2 steps; 3 steps compared with nothing",
+        "not equal to the end: B ends after step 3, and A after 4",
     ]
     both = compared([steps(*range(5))], [steps(4, 5, 6)], b_how={"first": 4})
     assert both == [
         "only in A: 4 steps, 0 to 3",
         "only in B: 2 steps, 5 to 6",
         "equal: 1 value in 1 step; 6 steps compared with nothing",
+        "not equal to the end: A ends after step 4, and B after 6",
     ]
 
 
@@ -409,6 +411,7 @@ def test_optimisers_that_step_in_turn_are_of_one_model(compared):
     assert said == [
         "only in A: 1 step, 5",
         "equal: 10 values in 5 steps; 1 step compared with nothing",
+        "not equal to the end: B ends after step 4, and A after 5",
     ]
 
 

@@ -62,6 +62,17 @@ def test_a_page_without_differences(is_complete, more):
     ]
 
 
+def test_a_page_of_a_run_that_ends_before_the_other():
+    result = comparison(shorter="B ends after step 4, and A after 5")
+    assert body(result) == [
+        "<h1>Two records are equal as far as they go</h1>",
+        *HEADS[:-1],
+        f"{HEADS[-1]}</pre>",
+        "<p>equal: 3 values in 1 step</p>",
+        "<p>not equal to the end: B ends after step 4, and A after 5</p>",
+    ]
+
+
 def test_a_page_of_differences_holds_them_all():
     result = comparison(
         is_complete=False,

@@ -512,7 +512,7 @@ def only_logs(log, mesh):
     return linear(), step_with_log
 
 
-ONLY_A_LOG = "on a mesh of 2 ranks what ranks get of each other in a step, as for a log, changes no"
+ONLY_A_LOG = "numbers that ranks get of each other in a step, as for a log, change no"
 
 
 @pytest.mark.gt_world("simulated", size=2, mesh={"dp": 1, "tp": 2})
@@ -544,8 +544,9 @@ def rows_of_the_batch_and_a_log(mesh):
 def test_a_dimension_along_which_ranks_only_write_a_log(gt_mesh):
     proof = assert_same_model(rows_of_the_batch_and_a_log, linear, squares, own, mesh=gt_mesh)
     says = (
-        "nothing is parallel along 'tp': what ranks get of each other there, as for a log, "
-        "changes no loss, gradient or buffer, so this says nothing of parallelism there"
+        "nothing is parallel along 'tp': the floating-point numbers that ranks get of each other "
+        "there, as for a log, change no loss, gradient or buffer, so this says nothing of "
+        "parallelism there"
     )
     assert proof.assumes == (says,)
 
@@ -582,6 +583,27 @@ def scaled_by_a_number(mesh):
 )
 def test_what_ranks_exchange_is_no_log_if_results_depend_on_it(parallel, step, gt_mesh):
     proof = assert_same_model(parallel, linear, step, own, mesh=gt_mesh)
+    assert not any("along 'tp'" in each for each in proof.assumes)
+
+
+def checked_by_one_rank(mesh):
+    """Return a model of which one rank alone refuses other numbers."""
+
+    def step_of_rank(model, x):
+        ones = torch.ones(1)
+        dist.all_reduce(ones, group=mesh["tp"].get_group())
+        if dist.get_rank() == 0 and ones.item() != 2:
+            raise RuntimeError("a rank is lost")
+        return squares(model, x)
+
+    return linear(), step_of_rank
+
+
+@pytest.mark.gt_world("ranks", size=2, mesh={"dp": 1, "tp": 2})
+def test_a_rank_that_alone_refuses_other_numbers_waits_for_the_others(gt_mesh):
+    """Nobody knows whether results depend on them, and all ranks go on together."""
+    proof = assert_same_model(checked_by_one_rank, linear, squares, own, mesh=gt_mesh)
+    assert proof.kind in ("identical", "reordered")
     assert not any("along 'tp'" in each for each in proof.assumes)
 
 

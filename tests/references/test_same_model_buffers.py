@@ -171,7 +171,7 @@ def test_parameters_that_a_step_changes():
     with pytest.raises(AnotherFunction, match="the step of the reference changes it, and not that"):
         assert_same_model(lambda: Averaging(0), lambda: Averaging(0.5), step, batch)
     proof = assert_same_model(lambda: Averaging(0.5), lambda: Averaging(0.5), step, batch)
-    assert "parameters that the step changes are not compared behind it: average" in proof.assumes
+    assert "parameters that the step changes are not compared after it: average" in proof.assumes
 
 
 def test_patterns_that_name_no_buffer():

@@ -275,14 +275,14 @@ def ring_sum(
             partial = None
             # Several hops of a small payload are read at once, one of a large one. All go into the
             # same memory: to allocate it for each hop takes as long as to add it.
-            at_once = max(1, block // len(offset))
+            at_once = min(max(1, block // len(offset)), len(sources) // len(offset))
             read = rows.new_empty(at_once * len(offset), length)
             hops = read.split(len(offset))
             for some in sources.split(at_once * len(offset)):
                 count = some.numel()  # the last ones may be fewer
                 torch.index_select(rows, 0, some, out=read[:count])
                 if factor is not None:
-                    read.mul_(factor)
+                    read[:count].mul_(factor)
                 for own in hops[: count // len(offset)]:
                     # A sum that started at zero would turn a sum of negative zeros into zero.
                     if partial is None:

@@ -12,7 +12,7 @@ import pickle
 import re
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -271,6 +271,14 @@ def silence_collective_log() -> None:
     """Disable the logger that writes every failed collective with all its arguments."""
     # Without propagation it would still reach pytest's handler.
     c10d_logger._c10d_logger.disabled = True
+
+
+def skip_by_dynamo(function: Callable[..., Any]) -> None:
+    """Let Dynamo run a function as it is, but compile what it calls."""
+    # ``torch.compiler.disable`` would add a frame of its own to each call.
+    from torch._dynamo.decorators import skip
+
+    skip(function)
 
 
 def forget_groups(ended: Collection[dist.ProcessGroup]) -> None:

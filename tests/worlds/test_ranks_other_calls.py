@@ -97,6 +97,38 @@ def test_differs_before_others():
     all_reduce(torch.ones(3, dtype=KINDS["integers"][dist.get_rank() == 2]))
     for _ in range(40):
         dist.all_reduce(torch.ones(1))
+
+
+def send_or_recv(x):
+    if dist.get_rank() == 0:
+        dist.send(x, 1)
+    elif dist.get_rank() == 1:
+        dist.recv(x, 0)
+
+
+def recv_from_any(x):
+    if dist.get_rank() == 0:
+        dist.send(x, 1)
+    elif dist.get_rank() == 1:
+        dist.recv(x)
+
+
+@pytest.mark.parametrize("call", [send_or_recv, recv_from_any])
+def test_dynamo_compiles_nothing_that_counts_messages(call):
+    from torch._dynamo.convert_frame import register_bytecode_hook
+
+    def calls(x):
+        call(x)
+        return x + 1
+
+    compiled = []
+    handle = register_bytecode_hook(lambda code, _: compiled.append(code))
+    try:
+        torch.compile(calls, backend="eager")(torch.ones(3))
+    finally:
+        handle.remove()
+    assert "calls" in {code.co_name for code in compiled}
+    assert not [code for code in compiled if "pytest_gtrainer" in code.co_filename]
 """
 
 

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from pytest_gtrainer._torch.process_groups import issued_on
+from pytest_gtrainer._torch.process_groups import issued_on, skip_by_dynamo
 
 # By group, not by its ``id``: a test may destroy a group, and a later one gets the same address.
 Counts = WeakKeyDictionary[dist.ProcessGroup, int]
@@ -53,3 +53,6 @@ def count_messages(issued: Counts, balance: Counts) -> None:
     dist.ProcessGroup.recv = counting(group.recv, step=-1)
     dist.ProcessGroup.recv_anysource = counting(group.recv_anysource, step=-1)
     dist.ProcessGroup.monitored_barrier = as_one_collective(group.monitored_barrier)
+    for wrapper in (group.send, group.recv, group.recv_anysource, group.monitored_barrier):
+        # Otherwise a user's counts of graphs and recompilations would include the wrapper.
+        skip_by_dynamo(wrapper)

@@ -10,6 +10,7 @@ coverage of the plan are stricter here.
 """
 
 import difflib
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -569,28 +570,60 @@ def _check_draws(
     Each would get the other's numbers.
     """
     draws = [node for node in graph.nodes if is_random(node)]
+    _check_drawn_shards(draws, gathers, prefetch)
+    for merge in scatters:
+        for member in merge.members:
+            # They follow the wait, which may be deferred up to the output.
+            for node in filter(is_random, member.chain):
+                for other in draws:
+                    if other is not node and member.launch < other:
+                        raise _crossing(
+                            node,
+                            other,
+                            merge,
+                            member,
+                            "Draw for gradients out of the graph, once it has returned them",
+                        )
 
-    # Of each member, what nodes of its chain may cross. Those of an all-gather are moved up to its
-    # place; those of a reduce-scatter follow its wait, which may be deferred up to the output.
-    crossed: list[tuple[Merge, FsdpCollective, fx.Node, fx.Node | None]] = []
+
+def _check_drawn_shards(
+    draws: list[fx.Node], gathers: Sequence[list[Merge]], prefetch: bool
+) -> None:
+    """Refuse draws of shards that leave the order of all draws; they may move together.
+
+    Those of an all-gather are moved up to its place if they stand behind it, in the order of
+    building.
+    """
+    places: dict[fx.Node, tuple[fx.Node, bool, int]] = {}
+    for node in draws:
+        places[node] = (node, True, 0)
+
+    moved: dict[fx.Node, tuple[Merge, FsdpCollective]] = {}
+    numbers = itertools.count()
     for merges in gathers:
         for index, place in _launch_places(merges, prefetch).items():
             for member in merges[index].members:
-                crossed.append((merges[index], member, place, None))
-    for merge in scatters:
-        for member in merge.members:
-            crossed.append((merge, member, member.launch, graph.output_node()))
+                for node in filter(is_random, member.chain):
+                    if place < places[node][0]:
+                        places[node] = (place, False, next(numbers))
+                        moved[node] = (merges[index], member)
 
-    for merge, member, first, last in crossed:
-        for node in filter(is_random, member.chain):
-            for other in draws:
-                if other is not node and first <= other < (last or node):
-                    raise PlanError(
-                        f"{node} draws random numbers for {member.parameter}, and the collective "
-                        f"of bucket {merge.bucket.label!r} would take it across {other}, which "
-                        "draws too: each would get the other's numbers. Draw before the first "
-                        "collective of the bucket, or out of the graph"
-                    )
+    after = sorted(draws, key=places.__getitem__)
+    for other, node in zip(draws, after, strict=True):
+        if node is not other:
+            way = "Draw before the first collective of the bucket, or out of the graph"
+            raise _crossing(node, other, *moved[node], way)
+
+
+def _crossing(
+    node: fx.Node, other: fx.Node, merge: Merge, member: FsdpCollective, way: str
+) -> PlanError:
+    """Return the error for a draw that the collective of its bucket would take across another."""
+    return PlanError(
+        f"{node} draws random numbers for {member.parameter}, and the collective of bucket "
+        f"{merge.bucket.label!r} would take it across {other}, which draws too: each would get "
+        f"the other's numbers. {way}"
+    )
 
 
 def _build_all_gathers(merges: list[Merge], prefetch: bool) -> dict[fx.Node, fx.Node]:

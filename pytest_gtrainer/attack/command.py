@@ -82,16 +82,16 @@ def _fuzz(given: argparse.Namespace) -> int:
         make_model = models_over(ranks) if given.models else None
 
         fuzzer = Fuzzer(
-            limited,
-            name,
-            given.at_least,
-            ranks,
-            given.folder,
-            note,
-            models,
-            given.functional,
-            claims,
-            make_model,
+            a_pass=limited,
+            name=name,
+            at_least=given.at_least,
+            ranks=ranks,
+            folder=given.folder,
+            note=note,
+            models=models,
+            functional=given.functional,
+            claims=claims,
+            make_model=make_model,
         )
         try:
             fuzzer.run(given.seed, 60 * given.minutes, given.nodes, given.failures)

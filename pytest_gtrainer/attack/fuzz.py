@@ -155,8 +155,12 @@ class Fuzzer:
             text = "\n".join([*header.write(fields), header.body(text)])
 
         made = f"seed {seed}, {nodes} nodes, {self.ranks} ranks"
-        if self.models or self.make_model is not None:
+        if self.make_model is not None:
+            made += ", from a model of --models"
+        elif self.models:
             made += ", from a model"
+        if self.functional:
+            made += ", --functional"
 
         path = self._free_path(seed)
         self.found[made] = path

@@ -427,6 +427,25 @@ def test_failures_end_a_run(tmp_path, monkeypatch):
     assert made.state(1.4) == "2 graphs in 1 s, 2 changed, 2 failures"
 
 
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({}, "seed 50, 5 nodes, 0 ranks: it"),
+        ({"models": [graph()]}, "seed 50, 5 nodes, 0 ranks, from a model: it"),
+        (
+            {"make_model": lambda number: graph()},
+            "seed 50, 5 nodes, 0 ranks, from a model of --models: it",
+        ),
+        ({"functional": True}, "seed 50, 5 nodes, 0 ranks, --functional: it"),
+    ],
+)
+def test_a_file_of_a_failure_says_what_makes_its_graph_again(tmp_path, how, words):
+    made = fuzzer(tmp_path, lambda gm, inputs: gm, [], **how)
+    made._report(graph(), 50, 5, Failure("KeyError", "it"))
+    [path] = tmp_path.glob("*.fxgraph")
+    assert f"{words}; the same graph, run again, does not fail" in path.read_text()
+
+
 def test_names_of_files_are_numbered_from_the_second_on(tmp_path):
     made = fuzzer(tmp_path, None)
     for name in ("a_pass_3", "a_pass_3_2", "a_pass_3_3"):

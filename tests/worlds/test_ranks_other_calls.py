@@ -99,6 +99,36 @@ def test_differs_before_others():
         dist.all_reduce(torch.ones(1))
 
 
+def test_differs_late():
+    for _ in range(102):
+        dist.all_reduce(torch.ones(1))
+    all_reduce(torch.ones(3, dtype=KINDS["integers"][dist.get_rank() == 2]))
+
+
+def test_differs_in_number():
+    # The recorder of rank 1 loses its call on the first pair, which rank 0 keeps.
+    pairs = [dist.new_group(pair) for pair in ([0, 1], [1, 2], [0, 2])]
+    if dist.get_rank() != 2:
+        dist.all_reduce(torch.ones(1), group=pairs[0])
+    if dist.get_rank() != 0:
+        for _ in range(100):
+            dist.all_reduce(torch.ones(1), group=pairs[1])
+    if dist.get_rank() == 2:
+        dist.all_reduce(torch.ones(5), group=pairs[2], async_op=True)
+
+
+def test_agrees_after_a_monitored_barrier():
+    dist.monitored_barrier()
+    for call in (all_reduce, all_reduce, broadcast, all_gather):
+        call(torch.ones(3))
+
+
+def test_differs_after_a_monitored_barrier():
+    all_reduce(torch.ones(3))
+    dist.monitored_barrier()
+    all_reduce(torch.ones(3, dtype=KINDS["integers"][dist.get_rank() == 2]))
+
+
 def send_or_recv(x):
     if dist.get_rank() == 0:
         dist.send(x, 1)
@@ -138,7 +168,7 @@ def test_calls_that_differ_fail_a_test_that_would_pass(tmp_path):
     run = suite.run("--gt-gpus=3")
     texts = {name: run.text(name) for name in run.reports if run.outcome(name) == "failed"}
     differing = {name for name in run.reports if "differs" in name}
-    assert len(differing) == 11
+    assert len(differing) == 14
     assert set(texts) == differing
     for name, text in texts.items():
         if "integers" in name or "halves" in name:
@@ -148,3 +178,10 @@ def test_calls_that_differ_fail_a_test_that_would_pass(tmp_path):
             assert " at test_it.py:" in text
             number = 1 if "in_a_group" in name else 2
             assert f"as call {number} of this test" in text
+    late = texts["test_differs_late"]
+    assert "rank 2 called all_reduce of int32[3] at " in late
+    assert "as call 103 of this test on all ranks" in late
+    assert "; rank 2 alone called all_reduce of float32[5] at " in texts["test_differs_in_number"]
+    after_barrier = texts["test_differs_after_a_monitored_barrier"]
+    assert "rank 2 called all_reduce of int32[3] at " in after_barrier
+    assert "as call 3 of this test on all ranks" in after_barrier

@@ -284,6 +284,7 @@ class RankGroup:
         self._points = Counts()  # sends and receives, by group
         self._messages = Counts()  # sends less receives of this test, by group
         self._known = Counts()  # collectives that were reported already, by group
+        self._before = Counts()  # collectives before the present test, by group
         self._ended: set[str] = set()  # names of groups of earlier tests
         # The objects of these groups that somebody still holds, with what was issued on them before
         # the present test.
@@ -459,6 +460,7 @@ class RankGroup:
     def begin(self) -> None:
         """Begin a command: what is issued from now on is of its test."""
         self._began = time.time_ns()
+        self._before = Counts(self._known)
         for reference in list(self._issued_on_ended):
             group = reference()
             if group is None:
@@ -474,6 +476,12 @@ class RankGroup:
             own, ranks = recorded.get(name, []), dist.get_process_group_ranks(group)
             calls = [call for when, *call in own if when >= self._began]
             last, first = own[-1][1] if own else 0, calls[0][0] if calls else 0
+            # The recorder may have lost the first calls of this test, and all on this group, as it
+            # holds the last ones on any.
+            with contextlib.suppress(RuntimeError):  # a backend that does not count
+                total = process_groups.issued_on(group) - self._points.get(group, 0)
+                last = own[-1][1] if own else total
+                first = last - (total - self._before.get(group, 0)) + 1
             by_group[name] = [self._label(group), ranks, last, first, calls[-KEPT:]]
         return by_group
 

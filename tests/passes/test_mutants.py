@@ -227,7 +227,7 @@ def writes_unseen(patch):
     patch.setattr(joint, "writes", lambda graph: {})
 
 
-@mutant("a draw crosses another one", "joint/refused_draw_across_a_draw.fxgraph")
+@mutant("a draw crosses another one", "joint/refused_draw_among_three_members.fxgraph")
 def draws_unseen(patch):
     patch.setattr(joint, "is_random", lambda node: False)
 

@@ -467,11 +467,16 @@ OF_FILES = {
     "an all-gather in the wrong group": OTHER,
     "every all-gather of a group moves": SAME,
     "a collective crosses a write": OTHER,
+    "a draw crosses another one": OTHER,
     "replicas reduce the whole gradient first": "reordered",
     "a duplicate of another dtype is dropped": OTHER,
     "random numbers are drawn again": OTHER,
 }
-REFUSED = ("a collective crosses a write", "random numbers are drawn again")
+REFUSED = (
+    "a collective crosses a write",
+    "a draw crosses another one",
+    "random numbers are drawn again",
+)
 OF_BUCKETING = {
     "members in execution order": "reordered",
     "members of one module in another order than registered": SAME,

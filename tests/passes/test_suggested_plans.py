@@ -147,7 +147,7 @@ def test_a_bucket_outside_of_the_layers_says_where_it_is_registered():
     said = {bucket.fqns[0]: bucket.why for bucket in suggest_plan(TwoStacks()).buckets}
     assert said["tokens"] == "registered before the layers"
     assert said["middle"] == "registered between the layers"
-    assert said["head"] == "registered behind the layers"
+    assert said["head"] == "registered after the layers"
 
 
 @pytest.mark.parametrize(("count", "is_stack"), [(1, False), (2, True), (3, True)])

@@ -111,7 +111,7 @@ class Comparison:
 
     @property
     def status(self) -> int:
-        """Return the exit status: 0 for equal, 1 for different or cut."""
+        """Return 0 if all that both runs have is equal, 1 if it differs or a run was cut."""
         return int(bool(self.differences) or not self.is_complete)
 
     def __str__(self) -> str:

@@ -53,7 +53,7 @@ def assert_resumes(
     after the last step. One that each step computes anew is fine.
 
     Controls must differ: a trainer that was not loaded; and for each piece that the load changes,
-    one that was loaded without it. Where data repeat, as in epochs, those behind the save must not
+    one that was loaded without it. Where data repeat, as in epochs, those after the save must not
     be those of the first steps: a lost position would not show. On ranks, every rank must call
     this.
 

@@ -41,7 +41,7 @@ from pytest_gtrainer.arithmetic.complexes import ROUND_NOTHING as EACH_PART_ALON
 from pytest_gtrainer.arithmetic.field import Field
 from pytest_gtrainer.arithmetic.formulas import given_meaning, parts_of
 from pytest_gtrainer.arithmetic.kernels import KERNELS
-from pytest_gtrainer.arithmetic.numbers import Numbers
+from pytest_gtrainer.arithmetic.numbers import Numbers, in_float64, numbers_of
 from pytest_gtrainer.arithmetic.operators import (
     ACCUMULATIONS,
     CASTS,
@@ -190,13 +190,14 @@ class ArithmeticMode(TorchDispatchMode):
 
     def _known(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
         """Carry out an operator that has no abstract operand."""
+        written = self._written_in_float64(func, args, kwargs)
         result = func(*args, **kwargs)
         if base in UNINITIALISED and isinstance(result, Tensor):
             self._mark_uninitialised(result)
         if self.decided and any(tensor in self.decided for tensor in tensors_in(args, kwargs)):
             self._follow_decided(func, base, result)
         if not self.arithmetic.rounds:
-            self._keep_digits(func, args, kwargs, result)
+            self._keep_digits(func, args, kwargs, result, written)
         return result
 
     def _follow_decided(self, func: Any, base: str, result: Any) -> None:
@@ -214,36 +215,89 @@ class ArithmeticMode(TorchDispatchMode):
                 for answer in tensor.aminmax():
                     note_branch(self.arithmetic, answer.item(), f"{base} {self._asked[base]}")
 
-    def _keep_digits(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Compute few known numbers in float64, too, of which float32 loses digits.
+    def _written_in_float64(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """Return what an operator is about to write to a known table, in float64.
 
-        So 1 - 0.9**step is one number for a step in a tensor, and in Python.
+        None if no such digits are kept, or nobody can compute them.
         """
+        if not isinstance(self.arithmetic, Numbers) or not self.arithmetic.keeps_digits:
+            return None
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+        functional = functional_of(func) if schema(func).is_mutable and not is_drawn else None
+        target = args[0] if args else None
+        if functional is None or not isinstance(target, Tensor) or not target.is_floating_point():
+            return None
+        args, kwargs = mapped(self._with_digits, (tuple(args), dict(kwargs)))
+        with without_modes():
+            wide = in_float64(functional, args, kwargs)
+        fits = isinstance(wide, Tensor) and wide.shape == target.shape
+        return wide if fits and wide.dtype == torch.float64 else None
+
+    def _keep_digits(
+        self, func: Any, args: Any, kwargs: Any, result: Any, written: Tensor | None
+    ) -> None:
+        """Compute known numbers in float64, too, of which a narrower dtype loses digits.
+
+        So 1 - 0.9**step is one number for a step in a tensor, and in Python. The arithmetic of
+        numbers keeps whole tables, such as those of rotary embeddings, however they are made.
+        """
+        if written is not None:
+            with without_modes():
+                if not self._digits.has(args[0]):
+                    whole = whole_storage(args[0])
+                    self._digits.write(whole, whole.double().view(torch.int64))
+                self._digits.write(args[0], written.view(torch.int64))
+            return
         if schema(func).is_mutable:
             for tensor in tensors_in(args, kwargs):
                 self._digits.drop(tensor)
             return
-        is_single = isinstance(result, Tensor) and result.dtype == torch.float32
-        if not is_single or not 0 < result.numel() <= FEW_NUMBERS or not is_pointwise(func):
-            return
-        if result.is_meta:
-            return  # a shape without numbers
+        if not isinstance(result, Tensor) or result.is_meta or not result.numel():
+            return  # without numbers
         if torch.Tag.nondeterministic_seeded in func.tags:
             return  # it would draw twice
+        if isinstance(self.arithmetic, Numbers):
+            self._keep_table(func, args, kwargs, result)
+            return
+        if result.dtype != torch.float32 or result.numel() > FEW_NUMBERS or not is_pointwise(func):
+            return
         with without_modes():
             wide = func(*mapped(self._with_digits, args), **mapped(self._with_digits, kwargs))
+        self._keep_wide(result, wide)
+
+    def _keep_table(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> None:
+        """Compute a known table in float64, too, if digits are kept; else note that there is one."""
+        if is_view(func) or not result.is_floating_point() or result.dtype == torch.float64:
+            return
+        if base_name(func) in UNINITIALISED:
+            return
+        if not self.arithmetic.keeps_digits:
+            self.arithmetic.has_digits = True
+            return
+        args, kwargs = mapped(self._with_digits, (tuple(args), dict(kwargs)))
+        with without_modes():
+            self._keep_wide(result, in_float64(func, args, kwargs))
+
+    def _keep_wide(self, result: Tensor, wide: Any) -> None:
+        """Keep the digits that a known result lacks, which has been computed in float64, too."""
+        with without_modes():
             has_more = wide.dtype == torch.float64 and not torch.equal(wide, result.double())
         self.arithmetic.has_digits = self.arithmetic.has_digits or has_more
         if has_more and self.arithmetic.keeps_digits:
             self._digits.write(result, wide.view(torch.int64))
 
     def _with_digits(self, leaf: Any) -> Any:
-        """Return a few known numbers in float64, with the digits that they were meant to have."""
-        is_single = isinstance(leaf, Tensor) and leaf.dtype == torch.float32
-        if not is_single or leaf.numel() > FEW_NUMBERS:
+        """Return known numbers in float64, with the digits that they were meant to have.
+
+        Only few may be meant as fractions: most numbers are near one by chance.
+        """
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return leaf
         value = self._digits.read(leaf)
-        return meant_numbers(leaf) if value is None else value.elements.view(torch.float64)
+        if value is not None:
+            return value.elements.view(torch.float64)
+        is_few = leaf.dtype == torch.float32 and leaf.numel() <= FEW_NUMBERS
+        return meant_numbers(leaf) if is_few else leaf
 
     def _mark_uninitialised(self, tensor: Tensor) -> None:
         """Make uninitialised memory equal to nothing; integers may be sizes, and stay."""
@@ -257,8 +311,7 @@ class ArithmeticMode(TorchDispatchMode):
     def _abstract(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
         """Carry out an operator that has an abstract operand."""
         if base in _READS:
-            self.reads[str(func)] += 1
-            return func(*args, **kwargs)
+            return self._read(func, args, kwargs)
         reference = given_meaning(func)
         if reference is not None:
             self.arithmetic.meanings.add(str(func))
@@ -297,6 +350,15 @@ class ArithmeticMode(TorchDispatchMode):
         self._compute(func, base, args, kwargs, results)
         self._report(func, (args, kwargs), results)
         return result
+
+    def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return a number that the program asks for, and count that."""
+        self.reads[str(func)] += 1
+        number = func(*args, **kwargs)
+        value = self.shadows.read(args[0])
+        if value is None or not isinstance(number, float):
+            return number
+        return numbers_of(value.elements).item() if self.arithmetic.kind == "numbers" else number
 
     def _note_size(self, func: Any, base: str) -> None:
         """Note a read if the result's size depends on abstract numbers, as that of ``unique``."""

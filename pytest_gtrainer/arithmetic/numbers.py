@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from pytest_gtrainer._torch.random_states import without_modes
+from pytest_gtrainer._torch.values import schema
 from pytest_gtrainer.arithmetic import hashing
 from pytest_gtrainer.arithmetic.base import Arithmetic, Call, Elements, mapped
-from pytest_gtrainer.arithmetic.operators import CASTS, ROUND_NOTHING, SORTS
+from pytest_gtrainer.arithmetic.operators import CASTS, ROUND_NOTHING, SORTS, is_pointwise
 from pytest_gtrainer.arithmetic.values import NoMeaning, Value
 from pytest_gtrainer.graph.nodes import tensors_in
 
@@ -156,6 +157,22 @@ def _shaken(elements: Elements, seed: int) -> Elements:
 def numbers_of(elements: Elements) -> Tensor:
     """Return the float64 numbers that elements stand for."""
     return elements.view(torch.float64)
+
+
+def in_float64(operator: Any, args: Any, kwargs: Any) -> Any:
+    """Return what an operator computes of known numbers, in float64."""
+    args, kwargs = mapped(_in_float64, (tuple(args), dict(kwargs)))
+    if not any(tensor.is_floating_point() for tensor in tensors_in(args, kwargs)):
+        if is_pointwise(operator):
+            args = mapped(_whole_in_float64, args)  # such as a quotient of integers
+        elif any(argument.name == "dtype" for argument in schema(operator).arguments):
+            kwargs["dtype"] = torch.float64  # such as linspace
+    return operator(*args, **kwargs)
+
+
+def _whole_in_float64(argument: Any) -> Any:
+    is_whole = isinstance(argument, Tensor) and argument.dtype != torch.bool
+    return argument.double() if is_whole else argument
 
 
 def _in_float64(argument: Any) -> Any:

@@ -147,6 +147,7 @@ def agreement(compare: Compare, *, decides: bool) -> str:
             mistake may be in a branch that numbers seldom take.
     """
     most = Difference()
+    has_tables = False
     count, draw, draws = 0, 1, _FEWEST_DRAWS
     while draw <= draws:
         numbers = Numbers(draw)
@@ -154,6 +155,7 @@ def agreement(compare: Compare, *, decides: bool) -> str:
             found = compare(numbers)
             if not found.agrees and numbers.has_digits:
                 found = compare(Numbers(draw, keeps_digits=True))
+                has_tables = has_tables or found.agrees
             is_noise = not found.agrees and _is_noise(found, draw, compare, decides=decides)
         except NoMeaning:
             return ""
@@ -169,10 +171,10 @@ def agreement(compare: Compare, *, decides: bool) -> str:
 
     if not count:
         return ""
-    return (
-        f"both agree in float64 to {max(most.size, 1e-16):.0e} for {count} inputs, and this "
-        "arithmetic does not know that they are equal"
-    )
+    says = f"both agree in float64 to {max(most.size, 1e-16):.0e} for {count} inputs"
+    if has_tables:
+        return f"{says}: known numbers that they compute, such as tables, are rounded otherwise"
+    return f"{says}, and this arithmetic does not know that they are equal"
 
 
 def _is_noise(found: Difference, draw: int, compare: Compare, *, decides: bool) -> bool:

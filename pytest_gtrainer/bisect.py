@@ -237,7 +237,8 @@ def bisect_passes(
 
     What a graph leaves counts as its results do: inputs, buffers, states of random generators. If
     no bit differs on ``inputs``, the graph is replayed on copies of them with large, infinite, NaN,
-    zero, subnormal and equal elements. There all NaNs are equal. In one process, integers become as
+    zero, subnormal and equal elements, and with rows of large negative numbers and of -inf. There
+    all NaNs are equal. In one process, integers become as
     large as the graph before the passes takes them. Inputs that share memory share it in each
     replay.
 

@@ -75,8 +75,9 @@ def assert_pass_bitwise(
     fourth row divided by 1000 (integers are 0 and 1, which may be indices). Dynamic sizes are the
     example, its double and one more, or the next sizes that guards allow. The outputs for two seeds
     must differ, or no difference could be seen. Then elements of the inputs are replaced by large,
-    infinite, NaN, zero, subnormal and equal numbers; there all NaNs are equal. Integers become as
-    large as the graph before the pass takes them. Inputs that share memory share it in each run.
+    infinite, NaN, zero, subnormal and equal numbers, and rows by large negative ones and -inf;
+    there all NaNs are equal. Integers become as large as the graph before the pass takes them.
+    Inputs that share memory share it in each run.
 
     Args:
         run: a recorded pass, or a pair of graphs.

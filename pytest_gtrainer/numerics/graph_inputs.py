@@ -42,6 +42,8 @@ class Extreme(Enum):
     # Small whole numbers: sums and products of them are exact, and equal, too.
     TIES = "equal numbers"
     ALL_INFINITE = "infinities everywhere"
+    # As those that a mask hides from first to last: of them a softmax may be NaN.
+    ROWS = "rows that are negative and large, or infinite"
 
     # Ordinary integers are 0 and 1. Modest ones, because a graph may allocate as many elements.
     INTEGERS = "large and negative integers"
@@ -69,6 +71,8 @@ class Extreme(Enum):
             return [1.0, 2.0, -1.0]
         if self is Extreme.ALL_INFINITE:
             return [torch.inf]
+        if self is Extreme.ROWS:
+            return [-2e4, -torch.inf]
         smallest = torch.finfo(dtype).smallest_normal
         positive = {
             Extreme.LARGE: [150.0, 1e3, 2e4],
@@ -79,7 +83,7 @@ class Extreme(Enum):
 
     def count(self, numel: int) -> int:
         """Return how many of ``numel`` elements are replaced; most keep an ordinary number."""
-        if self in (Extreme.TIES, Extreme.ALL_INFINITE):
+        if self in (Extreme.TIES, Extreme.ALL_INFINITE, Extreme.ROWS):
             return max(numel, 3)  # all values in one run: a scalar has no equal
         if self in (Extreme.INFINITE, Extreme.NAN):
             # Few, which leaves rows and columns without one.
@@ -224,7 +228,7 @@ def _check_values(
     check: Callable[[str, list[Any]], bool],
 ) -> bool:
     """Check until the chosen inputs have had all values; return whether any result was a number."""
-    rounds = 1
+    rounds = 2 if extreme is Extreme.ROWS else 1  # a row has one value
     for place in chosen:
         first = inputs[place][0] if isinstance(inputs[place], list) else inputs[place]
         values = extreme.values(first.dtype.to_real())
@@ -266,6 +270,10 @@ def replace_elements(
     for dim, stride in enumerate(parts.stride()):
         if stride == 0:  # an expanded tensor, which torch does not write to
             parts = parts.narrow(dim, 0, 1)
+    if extreme is Extreme.ROWS:
+        values = extreme.values(parts.dtype)
+        _replace_rows(parts, values[shift % len(values)])
+        return
     numel = parts.numel()
     generator = torch.Generator().manual_seed(seed)
     count = extreme.count(numel)
@@ -280,6 +288,13 @@ def replace_elements(
         parts.copy_(chosen[0])
     else:
         parts[torch.unravel_index(places.to(parts.device), parts.shape)] = chosen
+
+
+def _replace_rows(tensor: Tensor, value: float) -> None:
+    """Write a value to all of the first row of a tensor, of the third, and so on."""
+    shape = (*tensor.shape[:-1], 1) if tensor.dim() else ()
+    rows = torch.arange(math.prod(shape), device=tensor.device).view(shape)
+    tensor.copy_(torch.where(rows % 2 == 0, value, tensor))
 
 
 def _has_dtype(value: Any, dtypes: Sequence[torch.dtype]) -> bool:

@@ -258,9 +258,9 @@ def assert_same_values(
 
     Compared are results, inputs and attributes as the graphs leave them, and the states of random
     generators. The inputs are normally distributed numbers. Then elements of them are replaced by
-    large, infinite, NaN, zero, subnormal and equal numbers; there all NaNs are equal. Integers
-    become as large as ``before`` takes them. Without ``extremes``, ordinary numbers are all: who
-    has a proof knows the rest.
+    large, infinite, NaN, zero, subnormal and equal numbers, and rows by large negative ones and
+    -inf; there all NaNs are equal. Integers become as large as ``before`` takes them. Without
+    ``extremes``, ordinary numbers are all: who has a proof knows the rest.
 
     Returns:
         The extreme inputs, in words, on which every result was NaN, so that nothing could differ.

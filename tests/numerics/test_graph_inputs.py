@@ -172,6 +172,43 @@ def test_a_small_input_gets_all_values(place, shape, after):
         place(graph_of(equal, given), graph_of(lambda x: after(x) + 0.0, given))
 
 
+def hidden_by(fill):
+    """A softmax of scores of which those below -50 are hidden, as those of padding are."""
+    return lambda x: x.masked_fill(x < -50, fill).softmax(-1)
+
+
+MASKS = {
+    "finite or infinite": (hidden_by(-torch.inf), hidden_by(-1e9)),
+    # Rows of -inf are the mask itself.
+    "rows that are hidden are 0": (
+        lambda x: x.softmax(-1),
+        lambda x: torch.where((x == -torch.inf).all(-1, keepdim=True), 0.0, x.softmax(-1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("shape", [(3,), (1, 4), (2, 3), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("kind", MASKS)
+def test_a_row_of_which_nothing_is_seen_shows_how_it_is_masked(kind, shape, place):
+    before, after = (graph_of(function, torch.ones(shape)) for function in MASKS[kind])
+    with pytest.raises(BitwiseDifference, match="rows that are negative and large, or infinite"):
+        place(before, after)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_other_row_is_negative_and_large_then_infinite(dtype):
+    def of_rows(shift):
+        made = torch.ones(2, 3, 2, dtype=dtype).transpose(0, 1)
+        replace_elements(made, Extreme.ROWS, seed=5, shift=shift)
+        assert torch.equal(made[..., 0], made[..., 1])
+        return made[..., 0].flatten().tolist()
+
+    low = torch.tensor(-2e4, dtype=dtype).item()
+    assert of_rows(0) == [low, 1, low, 1, low, 1]
+    assert of_rows(1) == [-torch.inf, 1, -torch.inf, 1, -torch.inf, 1]
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("shape", [(), (3,), (9,)], ids=str)
 def test_a_small_input_gets_both_zeros(place, shape):

@@ -29,7 +29,7 @@ from pytest_gtrainer.over_time.files import (
 )
 from pytest_gtrainer.over_time.fingerprints import MODULUS
 
-PHASES = ("load", "random", "data", "forward", "loss", "gradient", "clip", "optimiser")
+PHASES = ("load", "random", "data", "forward", "loss", "gradient", "clip", "optimiser", "end")
 """The phases of a step, in the order in which one is the cause of the next."""
 
 _FIELDS = (
@@ -205,17 +205,20 @@ def compare_runs(
     if os.path.samefile(a.folder, b.folder):
         raise RecordError(f"A and B are one folder, {a.folder}: a record is equal to itself")
     result = Comparison((a, b), _surroundings(a, b))
+    shift = 0 if at is None or not b.steps else at - min(b.steps)
     a_steps = _matched(a.steps, "A", result)
-    b_steps = _matched(_shifted(b.steps, at), "B", result)
+    b_steps = _matched(_shifted(b.steps, shift), "B", result)
+    a_left, b_left = _renamed(a.left), _renamed(_shifted(b.left, shift))
     result.steps = sorted(a_steps.keys() & b_steps.keys())
     if not result.steps:
         spans = f"{_span(a_steps)} in A, {_span(b_steps)} in B"
         raise RecordError(f"no step is in both records: {spans}")
     _check_same_model(a_steps, b_steps)
     _note_ends(result, a_steps, b_steps)
+    _note_what_was_left(result, a_left, b_left)
 
     comparing = _Comparing(result, a_steps, b_steps, rounds)
-    comparing.run()
+    comparing.run(a_left, b_left)
     if not result.differences and not result.compared:
         raise RecordError("no value of one record is compared with one of the other")
     return result
@@ -227,11 +230,8 @@ def _span(steps: Steps) -> str:
     return f"{min(steps)} to {max(steps)}"
 
 
-def _shifted(steps: Steps, at: int | None) -> Steps:
-    """Return the steps with other numbers, so that the first one is ``at``."""
-    if at is None or not steps:
-        return steps
-    shift = at - min(steps)
+def _shifted(steps: Steps, shift: int) -> Steps:
+    """Return the steps with other numbers."""
     return {step + shift: phases for step, phases in steps.items()}
 
 
@@ -280,6 +280,10 @@ def _matched(steps: Steps, letter: str, result: Comparison) -> Steps:
         return steps
 
     result.notes.append(f"names of {letter} without the prefixes of wrappers, as of {changed[0]}")
+    return _renamed(steps)
+
+
+def _renamed(steps: Steps) -> Steps:
     renamed: Steps = {}
     for step, phases in steps.items():
         renamed[step] = {}
@@ -320,6 +324,21 @@ def _note_ends(result: Comparison, a_steps: Steps, b_steps: Steps) -> None:
         every = run.header.get("every", 1)
         if ends[other] >= own_end + (every if type(every) is int else 1):
             result.shorter = f"{letter} ends after step {own_end}, and {other} after {ends[other]}"
+
+
+def _note_what_was_left(result: Comparison, a_left: Steps, b_left: Steps) -> None:
+    """Note which run alone says what its trainer has left, and which ends earlier by that."""
+    if not result.is_complete or result.shorter:
+        return
+    for letter, own, other in (("A", a_left, b_left), ("B", b_left, a_left)):
+        if own and not other:
+            result.notes.append(f"not compared: end, which only {letter} has")
+    if a_left and b_left and max(a_left) != max(b_left):
+        lasts = {"A": max(a_left), "B": max(b_left)}
+        first, second = sorted(lasts, key=lambda letter: lasts[letter])
+        result.shorter = (
+            f"{first} ends after step {lasts[first]}, and {second} after {lasts[second]}"
+        )
 
 
 def _runs_of(numbers: set[int]) -> str:
@@ -368,8 +387,12 @@ class _Comparing:
         self.implementations: set[str] = set()
         self.without_number: list[int] = []
 
-    def run(self) -> None:
-        """Fill in the result."""
+    def run(self, a_left: Steps, b_left: Steps) -> None:
+        """Fill in the result.
+
+        Args:
+            a_left, b_left: what the trainers left after their last steps.
+        """
         phases = self._shared_phases()
         for step in self.result.steps:
             # Later phases of the step are counted, later steps only follow from it.
@@ -378,6 +401,13 @@ class _Comparing:
             if self.result.differences:
                 break
             self.result.counts.clear()
+
+        for step in a_left.keys() & b_left.keys():
+            if not self.result.differences:
+                # Copies: these are the records themselves.
+                self.a_steps = {**self.a_steps, step: self.a_steps.get(step, {}) | a_left[step]}
+                self.b_steps = {**self.b_steps, step: self.b_steps.get(step, {}) | b_left[step]}
+                self._compare_phase(step, "end")
 
         if self.result.differences:
             self.result.element = _element(self.result.runs, self.result.differences[0])

@@ -2,7 +2,8 @@
 
 The first line is the header, the last one says how the run ended, and each line between holds what
 one optimiser's step ended: ``{"step": 3, "places": {"step": "train.py:107 in step"}, "phases":
-{"clip": {"layers.0.weight": entry}}}``. Lines are flushed, so a run that dies leaves every step
+{"clip": {"layers.0.weight": entry}}}``. The last but one has ``"left": 3`` instead of a step: what
+the trainer has left after it. Lines are flushed, so a run that dies leaves every step
 before. An entry is
 
 - a number;
@@ -166,6 +167,14 @@ class Writer:
 
     def step(self, number: int, phases: Entries, places: dict[str, str]) -> None:
         """Write what has been gathered since the last line, and lines of the trainer by call."""
+        self._values({"step": number, "places": places, "phases": phases}, phases)
+
+    def left(self, number: int, phases: Entries) -> None:
+        """Write what a trainer leaves after its last step, which has that number."""
+        self._values({"left": number, "phases": phases}, phases)
+
+    def _values(self, content: dict[str, Any], phases: Entries) -> None:
+        """Write a line with entries whose numbers may be on a device."""
         waiting = list(_waiting(phases))
         by_kind: dict[Any, list[Waiting]] = {}
         for entry in waiting:
@@ -191,7 +200,7 @@ class Writer:
                 first = shown
             return [first, *entry.rest, *self._keep(entry.value)]
 
-        self._line({"step": number, "places": places, "phases": phases}, default=spell)
+        self._line(content, default=spell)
 
     def _keep(self, value: Tensor | None) -> list[list[int]]:
         if value is None or self.bytes is None:
@@ -312,6 +321,7 @@ class RecordedRun:
         headers: by rank.
         steps: by step, phase, name and rank.
         places: by step, the lines of the trainer that call "backward" and "step".
+        left: by the number of the last step, what the trainer left after it, as in ``steps``.
         notes: what is wrong with it, a sentence each; empty if every rank ended in order.
     """
 
@@ -319,6 +329,7 @@ class RecordedRun:
     headers: dict[int, dict[str, Any]] = field(default_factory=dict)
     steps: Steps = field(default_factory=dict)
     places: dict[int, dict[str, str]] = field(default_factory=dict)
+    left: Steps = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -326,10 +337,10 @@ class RecordedRun:
         """Return the header of the first rank."""
         return self.headers[min(self.headers)]
 
-    def add(self, rank: int, step: int, phases: Any) -> None:
-        """Add what a line of a rank holds."""
+    def add(self, rank: int, steps: Steps, step: int, phases: Any) -> None:
+        """Add what a line of a rank holds to ``self.steps`` or ``self.left``."""
         for phase, entries in phases.items():
-            named = self.steps.setdefault(step, {}).setdefault(phase, {})
+            named = steps.setdefault(step, {}).setdefault(phase, {})
             for name, entry in entries.items():
                 parsed = _parsed(entry)
                 if isinstance(entry, dict):
@@ -385,9 +396,11 @@ def _read_rank(run: RecordedRun, rank: int, path: Path) -> int:
                 run.headers[rank] = content
             elif "end" in content:
                 end = str(content["end"])
+            elif "left" in content:
+                run.add(rank, run.left, int(content["left"]), content["phases"])
             else:
                 step = int(content["step"])
-                run.add(rank, step, content["phases"])
+                run.add(rank, run.steps, step, content["phases"])
                 run.places.setdefault(step, dict(content.get("places", {})))
         except RecordError:
             raise

@@ -14,6 +14,8 @@ everybody, and watches ``backward``. The phases of a *step* are, in order:
 - clip: gradients as the optimiser takes them
 - optimiser: the options of the step, and weights, buffers and moments after it
 
+After the last step comes the end: weights and buffers as the trainer leaves them.
+
 No hook says that a step is over: an optimiser that has stepped may be one of several. So the next
 *step* begins at the first of these events, whichever a trainer shows:
 
@@ -141,7 +143,7 @@ class Recorder:
             raise ValueError(f"every is a number of steps, at least 1, not {every}")
         self.every, self.activations = every, activations
         self.writer = Writer(folder, values=values)
-        self.step = self.recorded = 0
+        self.step = self.recorded = self.last_step = 0
         self.has_failed = self.is_over = self.begun = self.is_recorded = self.is_in_forward = False
         self.is_training = self.had_backward = self.has_loaded = False
         self.model: nn.Module | None = None
@@ -184,11 +186,23 @@ class Recorder:
         self.hooks.close()
         if self.begun and not self.is_over:
             try:
+                if error is None and self.recorded:
+                    self._write_end()
                 self.writer.end(error)
-            except OSError as failure:
+            except Exception as failure:
                 self.give_up(failure)
         self.is_over = True
         self.writer.close()
+
+    def _write_end(self) -> None:
+        """Record what a trainer has done to the weights after the last step, as an average."""
+        self.phases = {}
+        with torch.no_grad(), without_modes():
+            if self.model is not None:
+                self._add("end", _state_of(self.model))
+            self._add_beside("end")
+            if self.phases:
+                self.writer.left(self.last_step, self.phases)
 
     def give_up(self, error: Exception) -> None:
         """End the recording with one line; the training goes on."""
@@ -307,10 +321,10 @@ class Recorder:
     def _loaded(self, *args: Any) -> None:
         self.has_loaded = True
 
-    def _add_beside(self) -> None:
+    def _add_beside(self, phase: str = "load") -> None:
         for name, module in self.beside:
             self._add(
-                "load", ((f"beside {name}.{key}", tensor) for key, tensor in _state_of(module))
+                phase, ((f"beside {name}.{key}", tensor) for key, tensor in _state_of(module))
             )
 
     # Entries are read at once, on the device: trainers go on to change the tensors in place.
@@ -419,6 +433,7 @@ class Recorder:
             self.last_gradients[id(optimizer)] = ref(gradient), writes_to(gradient)
             break
         self.stepped_in_step.add(id(optimizer))
+        self.last_step = self.step
         if not self.is_recorded:
             return
         self._add("optimiser", self._options(optimizer))

@@ -220,6 +220,94 @@ def test_a_crash_leaves_the_steps_before(tmp_path):
     assert "only in A: 2 steps, 2 to 3" in str(result)
 
 
+def trained_with(folder, *, steps=3, every=1, then=None, is_beside=False):
+    """Train, call ``then`` with what comes after the last step, and return the record."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    average = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    beside = {"average": average} if is_beside else {}
+    with record_training(model, optimizer, folder, every=every, beside=beside):
+        for _ in range(steps):
+            model(torch.randn(5, 4)).square().mean().backward()
+            optimizer.step()
+        if then is not None:
+            with torch.no_grad():
+                then(average if is_beside else model)
+    return read_run(folder)
+
+
+CHANGED_AT_THE_END = {
+    "a weight": ("0.weight", False, lambda model: model[0].weight.mul_(1.0001)),
+    "the last buffer": (
+        "1.num_batches_tracked",
+        False,
+        lambda model: model[1].num_batches_tracked.add_(1),
+    ),
+    "a buffer": ("1.running_var", False, lambda model: model[1].running_var.mul_(2)),
+    "a module beside it": ("beside average.bias", True, lambda average: average.bias.zero_()),
+}
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+@pytest.mark.parametrize("kind", CHANGED_AT_THE_END)
+def test_what_changes_after_the_last_step_is_the_end(tmp_path, kind, every):
+    """As by a final average of the weights, or update_bn. The last step may not be recorded."""
+    name, is_beside, change = CHANGED_AT_THE_END[kind]
+    plain = trained_with(tmp_path / "a", every=every, is_beside=is_beside)
+    other = trained_with(tmp_path / "b", every=every, is_beside=is_beside, then=change)
+    again = trained_with(tmp_path / "c", every=every, is_beside=is_beside)
+    result = compare_runs(plain, other)
+    assert result.status == 1
+    assert str(result.differences[0]).startswith(f"step 2, end: {name}, rank 0")
+    assert list(result.counts) == ["end"]
+    same = compare_runs(plain, again)
+    assert (same.status, same.shorter) == (0, "")
+    assert same.compared > 0
+    assert f"in {len(plain.steps)} step" in str(same)  # the end is no step
+
+
+@pytest.mark.parametrize(("steps", "every"), [(4, 1), (4, 5), (3, 2)])
+def test_a_run_that_ends_earlier_is_named_by_what_it_left(tmp_path, steps, every):
+    """Both have recorded the same steps, if not each was recorded."""
+    whole = trained_with(tmp_path / "a", steps=5, every=every)
+    shorter = trained_with(tmp_path / "b", steps=steps, every=every)
+    for first, second, letters in ((whole, shorter, "BA"), (shorter, whole, "AB")):
+        result = compare_runs(first, second)
+        assert not result.differences
+        assert result.shorter == (
+            f"{letters[0]} ends after step {steps - 1}, and {letters[1]} after 4"
+        )
+
+
+def test_records_without_an_end_are_compared_without_it(tmp_path):
+    """As those of a version that wrote none."""
+    runs = [trained_with(tmp_path / name) for name in "ab"]
+    file = tmp_path / "b" / "rank0.jsonl"
+    lines = file.read_text().splitlines()
+    assert [line.startswith('{"left":2,') for line in lines].index(True) == len(lines) - 2
+    file.write_text("\n".join([*lines[:-2], lines[-1]]) + "\n")
+    old = read_run(tmp_path / "b")
+    for first, second, letter in ((runs[0], old, "A"), (old, runs[0], "B")):
+        result = compare_runs(first, second)
+        assert (result.status, result.shorter) == (0, "")
+        assert f"not compared: end, which only {letter} has" in str(result)
+    with pytest.raises(KeyError):
+        train(4, tmp_path / "crashed", interrupt=2)
+    assert not read_run(tmp_path / "crashed").left
+
+
+def test_names_of_the_end_are_those_of_the_steps(tmp_path):
+    """A compiled model has another prefix, and a resumed run begins elsewhere."""
+    train(3, tmp_path / "a")
+    train(3, tmp_path / "b", compiled="eager")
+    result = compare_runs(read_run(tmp_path / "a"), read_run(tmp_path / "b"))
+    assert result.status == 0, str(result)
+    assert "only in" not in str(result)
+    shifted = compare_runs(read_run(tmp_path / "a"), read_run(tmp_path / "b"), at=0)
+    assert shifted.compared == result.compared
+
+
 @pytest.mark.second_tier
 def test_a_killed_process_leaves_the_steps_before(tmp_path):
     script = planted(tmp_path, ("        self.optimizer.zero_grad()\n", "        os._exit(9)\n"))

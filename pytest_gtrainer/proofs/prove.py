@@ -651,18 +651,41 @@ def _why_nothing_is_compared(actual: ProgramRun, expected: ProgramRun) -> str:
                 "no result depends on an abstract input, or all that do are empty: give inputs "
                 "with floating-point tensors that have elements, or return what is computed of them"
             )
+        has_number = False
         for (name, rank), result in run.results.items():
-            real = run.real.get((name, rank))
-            if result.is_known or real is None or result.elements.shape != real.shape:
+            if result.is_known or not result.elements.numel():
                 continue
+            has_number = has_number or not bool(_are_nan(run, (name, rank)).all())
             # All NaN are equal, so these elements would be equal whatever they are made of.
             is_nan = run.arithmetic.not_finite(result.elements)[2]
+            real = run.real.get((name, rank))
+            if real is None or result.elements.shape != real.shape:
+                continue
             if bool((is_nan & ~real.isnan()).any()):
                 return (
                     f"{name} is NaN in exact arithmetic alone: an infinity, as of a mask, is "
                     "multiplied by numbers that nobody knows"
                 )
+        # A mean of no elements is NaN, too: of these ``_why_no_element_decides`` speaks.
+        if not (has_number or run.arithmetic.empty or run.arithmetic.empty_inputs):
+            return (
+                "every result is NaN, and all NaN are equal, whatever computes them: give inputs "
+                "of which results are numbers, such as labels that are not all ignored"
+            )
     return ""
+
+
+def _are_nan(run: ProgramRun, key: Key) -> Tensor:
+    """Return which elements of an abstract result are NaN, or have real numbers that are.
+
+    Where elements were compared the real numbers followed these, and mean nothing.
+    """
+    elements = run.results[key].elements
+    is_nan = run.arithmetic.not_finite(elements)[2]
+    real = run.real.get(key)
+    if real is None or real.shape != elements.shape or run.arithmetic.decisions:
+        return is_nan
+    return is_nan | real.isnan()
 
 
 def _why_no_element_decides(
@@ -670,14 +693,15 @@ def _why_no_element_decides(
 ) -> str:
     """Return why equal results prove nothing if they are sums of no elements; "" if they do.
 
-    Such results are the same for any inputs. So are those of ``x - x``, which is proven all the
-    same: only programs with tensors without elements are looked at.
+    Such results are the same for any inputs, as are NaN. So are those of ``x - x``, which is proven
+    all the same: only programs with tensors without elements, or with NaN, are looked at.
 
     Args:
         arithmetic: an arithmetic of the kind of the runs, in which nothing has run.
     """
     has_empty = any(run.arithmetic.empty or run.arithmetic.empty_inputs for run in runs)
-    if not _on_any_rank(programs, has_empty):
+    has_nan = bool(_assumed_of_nan(runs))
+    if not _on_any_rank(programs, has_empty or has_nan):
         return ""
     arithmetic.set_seed(runs[1].arithmetic.seed + 1)
     other = programs[1].run(arithmetic)
@@ -687,6 +711,12 @@ def _why_no_element_decides(
             decides = decides or not result.equals(other.results[key])
     if _on_any_rank(programs, decides):
         return ""
+    if has_nan and not has_empty:
+        return (
+            "no element of an input decides a result: all that is computed is NaN, or what stands "
+            "beside it, such as the gradient 0 where all labels are ignored. Give inputs of which "
+            "results are numbers"
+        )
     return (
         "no element of an input decides a result: all that is computed is of tensors without "
         "elements, such as the sum of none. Give inputs that have elements"
@@ -839,7 +869,7 @@ def _equal(
     if answer.unchecked:
         assumes += (answer.unchecked,)
     assumes += _assumed_of_launches(programs) + _assumed_of_state(programs)
-    assumes += _assumed_of_empty(programs, answer.runs)
+    assumes += _assumed_of_empty(programs, answer.runs) + _assumed_of_nan(answer.runs)
     return Proof(
         kind,
         compared=_count_results(programs, answer.runs[1]),
@@ -899,6 +929,24 @@ def _assumed_of_empty(programs: Sequence[Program], runs: Sequence[ProgramRun]) -
             results.append(name)
     arithmetics = [run.arithmetic for run in runs]
     return describe_empty(arithmetics, results, in_world=_is_in_world(programs))
+
+
+def _assumed_of_nan(runs: Sequence[ProgramRun]) -> tuple[str, ...]:
+    """Name results of which elements are NaN for any numbers."""
+    counts: dict[str, int] = {}
+    for (name, rank), result in runs[1].results.items():
+        if not result.is_known:
+            is_nan = _are_nan(runs[1], (name, rank))
+            counts[name] = counts.get(name, 0) + int(is_nan.sum())
+    found = []
+    for name, count in counts.items():
+        if count:
+            found.append(f"{count} of {name}")
+    if not found:
+        return ()
+    return (
+        Unchecked(f"elements that are NaN are equal, whatever computes them: {spell_some(found)}"),
+    )
 
 
 def _is_in_world(programs: Sequence[Program]) -> bool:

@@ -70,6 +70,30 @@ def named_state(
                 "the function"
             )
 
+    return found | _attributes_of_tensors(found)
+
+
+def _attributes_of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that are attributes of tensors, such as ``weight.main_grad``, by name.
+
+    A gradient may have attributes, too. Each tensor comes once.
+    """
+    found: dict[str, Tensor] = {}
+    seen = {id(tensor) for tensor in tensors.values()}
+    left = list(tensors.items())
+    while left:
+        name, tensor = left.pop()
+        if tensor.is_leaf and tensor.grad is not None:
+            left.append((f"gradient of {name}", tensor.grad))
+        if type(tensor) not in (Tensor, nn.Parameter):
+            continue  # others keep their own parts in attributes
+        for attribute, value in vars(tensor).items():
+            for at, leaf in pytree.tree_flatten_with_path(value)[0]:
+                if isinstance(leaf, Tensor) and id(leaf) not in seen:
+                    seen.add(id(leaf))
+                    whole = f"{name}.{attribute}{pytree.keystr(at)}"
+                    found[f"buffer {whole.removeprefix('buffer ')}"] = leaf
+                    left.append((whole, leaf))
     return found
 
 
@@ -687,6 +711,11 @@ def copy_of(values: list[Any]) -> list[Any]:
     """
     memo: dict[int, Any] = {}
 
+    def copy_attributes(own: Tensor, new: Tensor) -> None:
+        # A parameter's own ``deepcopy`` leaves them behind.
+        for name in vars(own).keys() - vars(new).keys():
+            setattr(new, name, pytree.tree_map(copied, vars(own)[name]))
+
     def copied(leaf: Any) -> Any:
         # ``deepcopy`` refuses tensors that autograd has computed.
         if isinstance(leaf, Tensor) and not leaf.is_leaf:
@@ -698,6 +727,9 @@ def copy_of(values: list[Any]) -> list[Any]:
             for own, new in zip(leaf.parameters(), made.parameters(), strict=True):
                 if own.grad is not None and new.grad is None:
                     new.grad = copy.deepcopy(own.grad, memo)
+                copy_attributes(own, new)
+        elif isinstance(leaf, nn.Parameter):
+            copy_attributes(leaf, made)
         return made
 
     return pytree.tree_map(copied, values)

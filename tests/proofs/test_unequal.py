@@ -609,6 +609,82 @@ def test_what_a_call_leaves_on_an_input_is_a_result(left):
     assert not x.requires_grad
 
 
+def gradient_of(model):
+    return model.weight.grad.clone()
+
+
+TENSORS_LEFT = {  # what a step leaves of its gradient, with a factor, and the name of that
+    "of a weight": (
+        "weight.main_grad",
+        lambda model, x, k: setattr(model.weight, "main_grad", k * gradient_of(model)),
+    ),
+    "of the last parameter, known": (
+        "bias.main_grad",
+        lambda model, x, k: setattr(model.bias, "main_grad", torch.full((3,), float(k))),
+    ),
+    "of a buffer": (
+        "steps.sums",
+        lambda model, x, k: setattr(model.steps, "sums", k * gradient_of(model)),
+    ),
+    "of a gradient": (
+        "gradient of weight.norm",
+        lambda model, x, k: setattr(model.weight.grad, "norm", k * gradient_of(model).norm()),
+    ),
+    "of an input": ("input 1.twice", lambda model, x, k: setattr(x, "twice", k * x)),
+    "in a dict": (
+        "weight.meta['a'][1]",
+        lambda model, x, k: setattr(model.weight, "meta", {"a": [1, k * gradient_of(model)]}),
+    ),
+    "of an attribute": (
+        "weight.kept.own",
+        lambda model, x, k: setattr(model.weight.kept, "own", k * gradient_of(model)),
+    ),
+    "that was there": (
+        "weight.kept",
+        lambda model, x, k: model.weight.kept.add_(k * gradient_of(model)),
+    ),
+}
+
+
+@pytest.mark.parametrize("left", TENSORS_LEFT)
+def test_a_tensor_that_is_an_attribute_of_a_tensor_is_a_result(left):
+    """As the ``main_grad`` of Megatron."""
+    name, leave = TENSORS_LEFT[left]
+
+    def step(k):
+        def train(model, x):
+            loss = model(x).square().mean()
+            loss.backward()
+            leave(model, x, k)
+            return loss
+
+        return train
+
+    model = nn.Linear(4, 3)
+    model.register_buffer("steps", torch.zeros(1))
+    model.weight.kept = torch.zeros(3, 4)
+    assert kind_of(step(2), step(2), model, X.clone())[0] == "identical"
+    kind, text = kind_of(step(2), step(1), model, X.clone())
+    assert kind == "another function"
+    assert f"first buffer {name} afterwards" in text
+    assert kind_of(step(1), lambda model, x: step(1)(model, x), model, X.clone())[0] == "identical"
+    assert vars(model.weight).keys() == {"kept"}
+    assert not model.weight.kept.any()
+    assert not vars(model.weight.kept)
+
+
+def test_attributes_of_a_bare_parameter_are_there_in_a_proof():
+    """Its own deepcopy leaves them behind."""
+    weight = nn.Parameter(torch.ones(4))
+    weight.scale = torch.full((4,), 2.0)
+    weight.names = ["a"]
+    read = lambda w: w * w.scale * len(w.names)  # noqa: E731
+    kind, text = kind_of(read, lambda w: 2 * w, weight)
+    assert kind != "another function"
+    assert "begin with the given numbers of buffer input 0.scale" in text
+    assert kind_of(read, lambda w: 3 * w, weight)[0] == "another function"
+
+
 def test_hooks_that_differ_in_a_number_alone_are_told():
     def leaves(by):
         def call(module, x):

@@ -71,7 +71,7 @@ _SEPARATORS = {
     ";": "write one check a line",
     ",": "clauses have no comma between them",
     "/": "write dots in the path of a module, `layers.0.wq`",
-    "[": "write dots in the path of a module, `layers.0.wq`",
+    "[": "write dots, in the path of a module `layers.0.wq`, after `from` also `A.1`",
     ".": "write dots in the path of a module, `layers.0.wq`",
     ":": "write dots in the path of an operator, `aten.mm.default`",
 }

@@ -578,7 +578,8 @@ def test_keywords_of_functions_that_dynamo_calls():
             "':' at column 10 is not part of a check: write dots in the path of an op",
         ),
         ("then mm in layers/0", "write dots in the path of a module, `layers.0.wq`"),
-        ("then mm in layers[0]", "found '[': write dots in the path of a module, `layers.0.wq`"),
+        ("then mm in layers[0]", "found '[': write dots, in the path of a module `layers.0.wq`"),
+        ("never mm from A[1]", "`layers.0.wq`, after `from` also `A.1`"),
         ("then layers[0].wq", "'.' at column 15 is not part of a check: write dots in the path of"),
     ],
 )

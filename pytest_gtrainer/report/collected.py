@@ -148,6 +148,17 @@ class Test:
                 groups.setdefault((*subject, seen[subject]), []).append(fact)
         return [_merge_comparisons(parts) for parts in groups.values()]
 
+    def verdicts_alone(self) -> list[str]:
+        """Return the names of verdicts of which no numbers are kept, such as those of proofs.
+
+        Two runs with the same verdicts may have had other numbers.
+        """
+        kept = {
+            fact.get("what") for sent in self.shown.values() for fact in of_kind(sent, "comparison")
+        }
+        names = [fact.get("what") for fact in of_kind(self.facts, "verdict")]
+        return [name or "a check" for name in dict.fromkeys(names) if name not in kept]
+
 
 def _merge_comparisons(parts: list[Fact]) -> dict[str, Any]:
     first = min(parts, key=lambda part: (part["first"] is None, (part["first"] or [])[:2]))

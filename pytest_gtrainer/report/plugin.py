@@ -179,6 +179,10 @@ class ReportPlugin:
                 "no test recorded numbers, graphs or goldens: outcomes and times were compared"
             )
         lines = bounded(lines, most=_MOST_MOVES)
+        alone = {name: None for test in run.tests for name in test.verdicts_alone()}
+        if alone:
+            names = facts.spell_some(list(alone), 8)
+            lines.append(f"of {names} only verdicts were compared, and no numbers")
         is_in_vain = not any(test.name in run.earlier.tests for test in run.tests)
         if is_in_vain:
             lines.append(f"nothing compared: none of these tests ran {run.earlier.where}")

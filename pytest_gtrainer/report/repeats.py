@@ -109,6 +109,9 @@ class Repeats:
             what = "different"
         elif not has_records(tests[0]):
             what = "without records, only outcomes compared"
+        elif tests[0].verdicts_alone():
+            names = facts.spell_some(tests[0].verdicts_alone())
+            what = f"the same, of {names} only verdicts compared"
         return {"kind": "repeat", "what": f"{what} ({self._count} times)"}
 
 

@@ -10,7 +10,12 @@ import pytest
 
 from pytest_gtrainer.facts import packed
 from pytest_gtrainer.report.collected import Test as Collected
-from pytest_gtrainer.report.repeats import describe_differences, find_operator, has_records
+from pytest_gtrainer.report.repeats import (
+    Repeats,
+    describe_differences,
+    find_operator,
+    has_records,
+)
 
 SUITE = Path(__file__).parent / "repeating.py"
 
@@ -100,6 +105,20 @@ def proving(*outcomes):
         report.gt_facts.append({"kind": "verdict", "outcome": outcome, "tensors": 1, "what": what})
     test.add(report)
     return test
+
+
+def test_the_summary_names_checks_of_which_only_verdicts_are_compared(pytestconfig, monkeypatch):
+    """Their numbers may have been others."""
+    repeats = Repeats(pytestconfig)
+    monkeypatch.setattr(repeats, "_count", 2)
+    (first, second) = proving("identical", "identical"), proving("identical", "identical")
+    said = "the same, of proof, stages of torch.compile only verdicts compared (2 times)"
+    assert repeats._summarize([first, second])["what"] == said
+    weaker = proving("identical", "reordered")
+    assert repeats._summarize([first, weaker])["what"] == "different (2 times)"
+    assert repeats._summarize([claiming("text", "1"), claiming("text", "1")])["what"] == (
+        "the same (2 times)"
+    )
 
 
 @pytest.mark.parametrize(("place", "what"), [(0, "proof"), (1, "proof"), (2, "stages of")])

@@ -171,9 +171,12 @@ def test_what_moved_fails_the_run_only_if_asked(repository):
 @pytest.mark.second_tier
 def test_a_new_test_is_called_new_and_alone_it_is_compared_with_nothing(repository):
     with (repository / "test_it.py").open("a") as file:
-        file.write("\ndef test_new(): pass\n")
+        file.write("\ndef test_new():\n")
+        file.write("    pytest_gtrainer.assert_same_function(torch.sin, torch.sin, inputs=X)\n")
+        file.write("\nimport pytest_gtrainer, torch\nX = (torch.ones(2),)\n")
     done = run(repository, "--gt-against=main", "test_it.py::test_new", "test_it.py::test_same")
     assert done.returncode == 0, done.stdout
+    assert "of proof only verdicts were compared, and no numbers" in done.stdout
     assert "test_it.py::test_new: new: it is not at main (" in done.stdout
     done = run(repository, "--gt-against=main", "test_it.py::test_new")
     assert done.returncode == 1

@@ -466,6 +466,22 @@ def test_calls_are_gathered_by_rank_and_records_are_numbers_graphs_or_layouts():
         assert has_records(test), kind
 
 
+def test_verdicts_of_which_no_numbers_are_kept_are_named():
+    """Numbers of any rank count."""
+    test = collected()
+    test.facts = [
+        fact("verdict", outcome="equal", what="loss"),
+        fact("verdict", outcome="reordered", what="proof"),
+        fact("verdict", outcome="equal", what=""),
+        fact("verdict", outcome="identical", what="proof"),
+    ]
+    assert test.verdicts_alone() == ["loss", "proof", "a check"]
+    test.shown = {0: [fact("schedule")], 2: [fact("comparison", what="loss")]}
+    assert test.verdicts_alone() == ["proof", "a check"]
+    test.shown[1] = [fact("comparison", what=""), fact("comparison", what="proof")]
+    assert test.verdicts_alone() == []
+
+
 @pytest.mark.parametrize("folder", ["", "tests/", "a b/"])
 def test_a_test_is_run_again_from_the_working_directory(folder):
     run = html.PageContent(

@@ -37,22 +37,25 @@ def dense_regions(gm, plan):
     )
 
 
-def with_policy(policy):
-    """Return a pass that tags as a memory policy says, and recomputes what is tagged."""
-    config = SimpleNamespace(
-        compile=GraphTrainerCompileConfig(enable=True, memory_policy=policy),
-        parallelism=SimpleNamespace(
-            fsdp_reshard_after_forward="always", pipeline_parallel_degree=1
-        ),
-    )
+class WithPolicy:
+    """A pass that tags as a memory policy says, and recomputes what is tagged.
 
-    def tag_and_recompute(gm):
+    A class, as another process can import one, and no function inside of another.
+    """
+
+    def __init__(self, policy):
+        self.__name__ = f"memory_policy_{policy}"
+        self.config = SimpleNamespace(
+            compile=GraphTrainerCompileConfig(enable=True, memory_policy=policy),
+            parallelism=SimpleNamespace(
+                fsdp_reshard_after_forward="always", pipeline_parallel_degree=1
+            ),
+        )
+
+    def __call__(self, gm):
         with on_cpu():
-            gm = memory_policy.tag_with_memory_policy_pass(gm, config=config)
+            gm = memory_policy.tag_with_memory_policy_pass(gm, config=self.config)
         return selective_activation_remat_pass(gm)
-
-    tag_and_recompute.__name__ = f"memory_policy_{policy}"
-    return tag_and_recompute
 
 
 def offload(gm):
@@ -72,6 +75,8 @@ RECOMPUTES = {
     "p2p": "a message that is received would be recomputed: GraphPP has none in its graphs",
     "written": FAULT,
 }
+# What D11 gives them is no reason to: they take no plan, and move neither values nor draws.
+REFUSES_NONE = {"D11": "it refuses no graph: its code raises no error"}
 RANDOM = {"D11": "tags stay behind a refusal of random numbers"}
 
 deduplicate = Adapter(
@@ -81,26 +86,32 @@ deduplicate = Adapter(
         "A11": "it runs before recomputation, so gathers of the backward are one with the forward's",
         "written": FAULT,
     },
+    not_claimed=REFUSES_NONE,
 )
 reassign = Adapter(
     fsdp_passes.reassign_collective_pgs_pass,
     "reassignment",
     broken={"F1": FAULT, "F4": FAULT, "order": FAULT, "p2p": FAULT},
+    not_claimed=REFUSES_NONE,
 )
 canonicalize = Adapter(
     canonicalize_graph_pass,
     "canonicalisation",
     broken={"spelling": "two transpose(0, 1) in a row stay: the pass looks for aten.t"},
+    not_claimed=REFUSES_NONE,
 )
 dead_code = Adapter(eliminate_dead_code_pass)
 remat = Adapter(selective_activation_remat_pass, "remat", broken={**RECOMPUTES, "process": FAULT})
-policy_default = Adapter(with_policy("default"), "memory_policy", broken={**RECOMPUTES, **RANDOM})
-policy_full = Adapter(with_policy("full"), "memory_policy", broken=RECOMPUTES)
-policy_eager = Adapter(with_policy("eager"), "memory_policy", broken={**RECOMPUTES, **RANDOM})
+policy_default = Adapter(WithPolicy("default"), "memory_policy", broken={**RECOMPUTES, **RANDOM})
+policy_full = Adapter(WithPolicy("full"), "memory_policy", broken=RECOMPUTES)
+policy_eager = Adapter(WithPolicy("eager"), "memory_policy", broken={**RECOMPUTES, **RANDOM})
 offload_all = Adapter(
     offload,
     broken={"E7": "a second run offloads what was offloaded"},
-    not_claimed={"D9": ON_GPUS, "metadata": ON_GPUS, "fresh": ON_GPUS, "generated": ON_GPUS},
+    not_claimed={
+        **REFUSES_NONE,
+        **dict.fromkeys(("D9", "metadata", "fresh", "generated"), ON_GPUS),
+    },
 )
 # Each of these two takes minutes, so tests/test_conformance.py leaves them out.
 joint = Adapter(joint_bucketing, "bucketing", call=joint_bucketing)

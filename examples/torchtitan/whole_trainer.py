@@ -114,21 +114,27 @@ def with_copies_for_offloads(apply_passes):
 
 
 @contextmanager
-def in_float64():
-    """Let training compute in float64 on gloo ranks.
-
-    On a CPU, eager training and the graph add in another order, so last bits of float32 differ. What
-    differs between float64 numbers that are rounded to float32 is no matter of order.
-    """
+def on_gloo():
+    """Let training run on gloo ranks."""
     passes = with_copies_for_offloads(graph_trainer.apply_graph_passes)
     with (
-        mock.patch.dict(TORCH_DTYPE_MAP, float32=torch.float64),
         mock.patch.object(dist, "all_to_all", all_to_all_of_lists),
         mock.patch.dict(_attention.custom_ops, HANDLERS),
         mock.patch.object(graph_trainer, "apply_graph_passes", passes),
         # A trace of chunks would compare strides, and so ask whether one of unknown size has one row.
         torch.autograd.enforce_grad_layout_policy(False),
     ):
+        yield
+
+
+@contextmanager
+def in_float64():
+    """Let training compute in float64 on gloo ranks.
+
+    On a CPU, eager training and the graph add in another order, so last bits of float32 differ. What
+    differs between float64 numbers that are rounded to float32 is no matter of order.
+    """
+    with mock.patch.dict(TORCH_DTYPE_MAP, float32=torch.float64), on_gloo():
         yield
 
 

@@ -14,7 +14,10 @@ PASSES = ("deduplicate", "reassign", "canonicalize", "remat", "policy_default", 
 def cases():
     for name in PASSES:
         for case in cases_of(getattr(adapters, name)):
-            yield pytest.param(name, *case.values, id=f"{name}-{case.id}", marks=case.marks)
+            marks = list(case.marks)
+            if case.id == "generated":  # half a minute of CPU time; it asks three other rules again
+                marks.append(pytest.mark.long)
+            yield pytest.param(name, *case.values, id=f"{name}-{case.id}", marks=marks)
 
 
 @pytest.mark.parametrize(("name", "rule"), list(cases()))

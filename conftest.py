@@ -95,11 +95,12 @@ def pytest_runtest_teardown() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Remove ``second_tier("case", ...)`` from the cases whose ids do not begin with one of its
-    arguments.
+    """Remove ``second_tier("case", ...)`` and ``long("case", ...)`` from the cases whose ids do not
+    begin with one of their arguments.
     """
     for item in items:
         case = item.name.partition("[")[2]
-        for mark in list(item.iter_markers("second_tier")):
-            if mark.args and not case.startswith(mark.args):
+        for mark in list(item.own_markers):
+            has_cases = mark.name in ("second_tier", "long") and mark.args
+            if has_cases and not case.startswith(mark.args):
                 item.own_markers.remove(mark)

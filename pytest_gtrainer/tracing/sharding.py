@@ -45,6 +45,8 @@ PLACEMENTS: dict[str, list[Placement]] = {
     "replicate": [Replicate()],
     "hybrid_shard": [Replicate(), Shard(0)],
 }
+# Read once: each look at the version reads a file, and the tracer asks for every parameter.
+_SETS_GRAD_DTYPE = (installed_minor() or LAST) >= (2, 15)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ def sets_grad_dtype() -> bool:
     Up to torch 2.14 it does not, and autograd casts every gradient to the dtype of that parameter.
     See ``gradient_dtype`` for what it is set to.
     """
-    return (installed_minor() or LAST) >= (2, 15)
+    return _SETS_GRAD_DTYPE
 
 
 def gradient_dtype(

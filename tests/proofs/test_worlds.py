@@ -192,13 +192,14 @@ PLANTED = {
     weight_scaled_at_the_end: "another function",
     times_one: "identical",
 }
-FACTORS = {sum_for_average: 4, averaged_twice: "1/4", sign_of_a_gradient: -1}
+FACTORS = {sum_for_average: 2, averaged_twice: "1/4", sign_of_a_gradient: -1}
 
 
 @pytest.mark.second_tier(
     *("sum_for", "averaged", "rounded", "payload", "ranks", "members", "sign", "other", "a_little"),
     *("own_part", "weight_scaled"),
 )
+@pytest.mark.gt_world("simulated", size=2, mesh={"fsdp": 2})
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_a_planted_mistake_is_told_in_its_kind(traced, gt_world, plant):
     good = bucketed(traced)

@@ -23,6 +23,7 @@ from pytest_gtrainer.arithmetic.values import NoMeaning
 from pytest_gtrainer.graph.nodes import tensors_in
 
 SAMPLES = 7  # of each kind
+FEW = 1  # one of each kind has every argument; others have other extents and numbers
 EXACT = 2**52
 
 
@@ -134,8 +135,12 @@ ARITHMETICS = {
 
 
 @pytest.mark.second_tier
+@pytest.mark.parametrize(
+    "samples",
+    [pytest.param(FEW, id="few"), pytest.param(SAMPLES, id="all", marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("name", ARITHMETICS)
-def test_elements_are_those_of_real_results(name, unknown_functions):
+def test_elements_are_those_of_real_results(name, samples, unknown_functions):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.testing._internal.common_methods_invocations import op_db
@@ -144,7 +149,7 @@ def test_elements_are_those_of_real_results(name, unknown_functions):
         checked, overloads, wrong = set(), set(), []
         for operator in op_db:
             if torch.float64 in operator.dtypes:
-                found, mistakes = judge_samples(operator, name, unknown_functions)
+                found, mistakes = judge_samples(operator, name, unknown_functions, samples=samples)
                 wrong += mistakes
                 overloads |= found
                 checked |= {operator.name} if found else set()
@@ -154,13 +159,17 @@ def test_elements_are_those_of_real_results(name, unknown_functions):
     assert (len(checked), len(overloads)) >= least, "the test has become vacuous"
 
 
-def judge_samples(operator, name, unknown_functions, mode_of=Watched):
-    """Return the overloads that the samples of an operator have checked, and what is wrong."""
+def judge_samples(operator, name, unknown_functions, mode_of=Watched, samples=SAMPLES):
+    """Return the overloads that the samples of an operator have checked, and what is wrong.
+
+    Args:
+        samples: how many of each kind are judged.
+    """
     checked, wrong = set(), []
     kinds = collections.Counter()
     for count, sample in enumerate(samples_of(operator)):
         kinds[kind := kind_of(sample)] += 1
-        if kinds[kind] > SAMPLES:
+        if kinds[kind] > samples:
             continue
         arguments = (sample.input, *sample.args), sample.kwargs
         if operator.name == "nn.functional.rms_norm":

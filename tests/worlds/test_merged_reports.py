@@ -457,6 +457,7 @@ import torch.distributed as dist
 pytestmark = pytest.mark.gt_world("ranks", size=2)
 
 def test_nobody_receives():
+    dist.barrier()  # gloo connects at first use: isend alone may wait for the other rank
     if dist.get_rank() == 0:
         dist.isend(torch.ones(1), 1)
 
@@ -466,7 +467,7 @@ def test_nobody_sends():
 
 def test_in_a_group():
     group = dist.new_group([0, 1])
-    dist.barrier(group)  # gloo connects at first use: isend alone may wait for the other rank
+    dist.barrier(group)  # as above
     if dist.get_rank() == 0:
         dist.isend(torch.ones(1), 1, group=group)
 

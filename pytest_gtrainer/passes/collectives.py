@@ -41,8 +41,8 @@ def deduplicate_fsdp_unshard_chains_pass(
     """Let every later reader of a gathered parameter use the first all-gather, in place.
 
     No bit changes. Duplicates have the same parameter, direction, group and dtype, the same
-    operators between shard and gather, and nothing writes to either, nor to the shard in between;
-    so a gather that the backward recomputes stays.
+    operators between shard and gather, and nothing writes to what these read or make, from the
+    first of them on; so a gather that the backward recomputes stays.
     Each gradient contribution keeps its reduction: only a tracer can join these
     (``trace_step(reuse_gathers=True)``). Linear in nodes.
     """
@@ -57,10 +57,13 @@ def deduplicate_fsdp_unshard_chains_pass(
         key = (member.position, member.direction, member.signature, _spell_chain(member))
         kept = first.setdefault(key, member)
         is_other_value = is_written(kept.wait, after=kept.launch)
-        for node in (kept.launch, *kept.chain):
+        # A chain may begin long before its gather: what it has read counts from there.
+        nodes = (*kept.chain, kept.launch, *member.chain, member.launch)
+        begin = min(nodes)
+        for node in nodes:
             is_other_value |= is_random(node)
             for source in node.all_input_nodes:
-                is_other_value |= is_written(source, after=kept.launch, before=member.launch)
+                is_other_value |= is_written(source, after=begin, before=member.launch)
         if is_other_value:
             first[key] = member
         elif kept is not member and not is_written(member.wait, after=member.launch):

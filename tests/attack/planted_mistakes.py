@@ -359,14 +359,20 @@ OURS = [
     Mistake(
         "deduplicate",
         "a shard that is written to in between is gathered once",
-        "is_other_value |= is_written(source, after=kept.launch, before=member.launch)",
+        "is_other_value |= is_written(source, after=begin, before=member.launch)",
         "pass",
     ),
     Mistake(
         "deduplicate",
         "a write is seen behind the wait only",
-        "is_other_value |= is_written(source, after=kept.launch, before=member.launch)",
+        "is_other_value |= is_written(source, after=begin, before=member.launch)",
         "is_other_value |= is_written(source, after=kept.wait, before=member.launch)",
+    ),
+    Mistake(
+        "deduplicate",
+        "a write is seen from the first gather on",
+        "begin = min(nodes)",
+        "begin = kept.launch",
     ),
     Mistake(
         "deduplicate",

@@ -94,6 +94,50 @@ def test_gathers_of_other_values_of_a_parameter_stay(first, second, left):
     assert count(gm, ALL_GATHER) == left
 
 
+PLACES = ["before all", "in the chain", "before the gather", "between", "in the second", "last"]
+WRITTEN = {  # where a write stands, of which the gathers have other values
+    "P.layers[0].w": PLACES[1:5],
+    "copy": PLACES[1:5],
+    "padded": PLACES[2:5],
+    "copy_1": PLACES[4:5],
+    "padded_1": PLACES[4:5],
+}
+
+
+def chains_with_a_write(value, place):
+    """Two gathers of a cast and a pad of one parameter, and a write somewhere."""
+    lines = [
+        "copy: bf16[2, 4] = aten._to_copy(P.layers[0].w, dtype=bf16)",
+        "padded: bf16[3, 4] = aten.constant_pad_nd(copy, [0, 0, 0, 1])",
+        "gather: bf16[12, 4] = _c10d_functional.all_gather_into_tensor(padded, 4, fsdp)",
+        "copy_1: bf16[2, 4] = aten._to_copy(P.layers[0].w, dtype=bf16)",
+        "padded_1: bf16[3, 4] = aten.constant_pad_nd(copy_1, [0, 0, 0, 1])",
+        "gather_1: bf16[12, 4] = _c10d_functional.all_gather_into_tensor(padded_1, 4, fsdp)",
+        "wait: bf16[12, 4] = _c10d_functional.wait_tensor(gather)",
+        "wait_1: bf16[12, 4] = _c10d_functional.wait_tensor(gather_1)",
+    ]
+    after = [0, 1, 2, 3, 5, 6][PLACES.index(place)]
+    kind = "f32[2, 4]" if value.startswith("P") else f"bf16[{2 + value.startswith('p')}, 4]"
+    lines.insert(after, f"written: {kind} = aten.add_.Tensor({value}, 1)")
+    head = ["fsdp = group(range(0, 4))", "if P:", "  P.layers[0].w: f32[2, 4]"]
+    tail = ["if out:", "  yield fwd.layers[0].wait", "  yield fwd.layers[0].wait_1"]
+    inside = ["if fwd:", "  with layers[0]:", *(f"    {line}" for line in lines)]
+    return graphtext.parse("\n".join([*head, *inside, *tail]) + "\n")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("value", WRITTEN)
+def test_a_write_to_what_a_gather_is_made_of_keeps_both(value, place):
+    """A11: from the first operator of a chain on, and not from its gather on."""
+    known_from = {"copy": 1, "padded": 2, "copy_1": 4, "padded_1": 4}
+    if PLACES.index(place) < known_from.get(value, 0):
+        with pytest.raises(graphtext.TextError):  # there is no such value yet
+            chains_with_a_write(value, place)
+        return
+    gm = deduplicate_fsdp_unshard_chains_pass(chains_with_a_write(value, place))
+    assert count(gm, ALL_GATHER) == (2 if place in WRITTEN[value] else 1)
+
+
 def test_a_gather_of_the_parameter_and_one_of_its_relu_stay():
     text = COMPUTED.replace("FIRST", "aten.relu(P.layers[0].w)")
     text = text.replace("    b: f32[2, 4] = SECOND\n", "").replace("(b, ", "(P.layers[0].w, ")

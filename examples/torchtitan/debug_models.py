@@ -142,6 +142,9 @@ class DebugModel:
     def batch(self, step):
         """Tokens and labels of this rank's coordinate of data."""
         rank = self.dims.get_mesh("batch").get_local_rank() if self.dims.dp_enabled else 0
+        return self.batch_of(step, rank)
+
+    def batch_of(self, step, rank):
         generator = torch.Generator().manual_seed(100 * step + rank)
         vocabulary = self.spec.model.vocab_size
         tokens, labels = torch.randint(0, vocabulary, (2, BATCH, LENGTH), generator=generator)

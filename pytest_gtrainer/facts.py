@@ -31,6 +31,7 @@ counting, 3 of 4: 0 s so far
 import base64
 import functools
 import hashlib
+import re
 import reprlib
 import sys
 import threading
@@ -287,6 +288,16 @@ def spell_some(items: Sequence[object], most: int = 3) -> str:
     if len(items) > most:
         shown += f" and {len(items) - most} more"
     return shown
+
+
+def has_words(text: str, words: str) -> bool:
+    r"""Return whether a text has these words, whole ones.
+
+    >>> has_words("on 4 ranks", "4 ranks"), has_words("on 14 ranks", "4 ranks")
+    (True, False)
+    """
+    whole = rf"(?:\b|(?=\W)){re.escape(words)}(?:\b|(?<=\W))"
+    return re.search(whole, text) is not None
 
 
 def check_type(value: object, kinds: type | tuple[type, ...], what: str, give: str) -> None:

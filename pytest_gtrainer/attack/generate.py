@@ -339,11 +339,36 @@ class _Maker:
                 made.append(node)
         if made:
             node = self.dice.choice(made[-12:])
-            args = node.args
-            # Or on operands in another order, which is the same for some operators only.
-            if len(args) == 2 and self.dice.random() < 0.3:
+            args, kwargs = node.args, dict(node.kwargs)
+            # Or on operands in another order, which is the same for some operators only; or with
+            # another dimension, index or factor.
+            change = self.dice.random()
+            if len(args) == 2 and change < 0.3:
                 args = args[::-1]
-            self._call(node.target, *args, **node.kwargs)
+            elif change > 0.6 and "alpha" in kwargs:
+                kwargs["alpha"] = self.dice.choice(_NUMBERS)
+            elif change > 0.6:
+                args = self._with_another_literal(args)
+            self._call(node.target, *args, **kwargs)
+
+    def _with_another_literal(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return arguments of which one number, or the order of one list, is another one."""
+        places = []
+        for place, each in enumerate(args):
+            is_list = isinstance(each, list | tuple) and len(each) > 1
+            if type(each) in (int, float) or is_list:
+                places.append(place)
+        if not places:
+            return args
+        place = self.dice.choice(places)
+        literal = args[place]
+        if isinstance(literal, list | tuple):
+            other: Any = list(literal)[::-1]
+        elif isinstance(literal, int):
+            other = literal + self.dice.choice([-1, 1])
+        else:
+            other = self.dice.choice(_NUMBERS)
+        return (*args[:place], other, *args[place + 1 :])
 
     def _product(self) -> None:
         node = self._any()

@@ -229,7 +229,8 @@ class Judging:
                 f"sweep {self._sweep.name!r}: {self._cell} is not refused, with {rule.reason!r}"
             )
 
-        is_refusal = isinstance(error, ValueError | TypeError) and rule.reason in str(error)
+        is_refusal = isinstance(error, ValueError | TypeError)
+        is_refusal = is_refusal and facts.has_words(str(error), rule.reason)
         # A refusal is what was claimed, so it does not leave the block.
         if rule.claim == "refused" and is_refusal:
             self._report("refused", rule.reason)

@@ -386,7 +386,7 @@ class PipelineRun:
 
 def _is_ours(step: BoundPass) -> bool:
     """Return whether a pass is one of this package, whose clean-ups often find nothing."""
-    module = getattr(step.function, "__module__", "")
+    module = str(getattr(step.function, "__module__", ""))  # None, if it was made by exec
     # ``as_pass`` wraps passes of users in a function of ``graph_pass``.
     return module.startswith("pytest_gtrainer.passes.") and module != all_bound.__module__
 

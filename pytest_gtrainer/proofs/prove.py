@@ -655,9 +655,9 @@ def _why_nothing_is_compared(actual: ProgramRun, expected: ProgramRun) -> str:
         for (name, rank), result in run.results.items():
             if result.is_known or not result.elements.numel():
                 continue
-            has_number = has_number or not bool(_are_nan(run, (name, rank)).all())
             # All NaN are equal, so these elements would be equal whatever they are made of.
-            is_nan = run.arithmetic.not_finite(result.elements)[2]
+            is_nan = _are_nan(run, (name, rank))
+            has_number = has_number or not bool(is_nan.all())
             real = run.real.get((name, rank))
             if real is None or result.elements.shape != real.shape:
                 continue
@@ -676,16 +676,8 @@ def _why_nothing_is_compared(actual: ProgramRun, expected: ProgramRun) -> str:
 
 
 def _are_nan(run: ProgramRun, key: Key) -> Tensor:
-    """Return which elements of an abstract result are NaN, or have real numbers that are.
-
-    Where elements were compared the real numbers followed these, and mean nothing.
-    """
-    elements = run.results[key].elements
-    is_nan = run.arithmetic.not_finite(elements)[2]
-    real = run.real.get(key)
-    if real is None or real.shape != elements.shape or run.arithmetic.decisions:
-        return is_nan
-    return is_nan | real.isnan()
+    """Return which elements of an abstract result are NaN, for any numbers of the inputs."""
+    return run.arithmetic.not_finite(run.results[key].elements)[2]
 
 
 def _why_no_element_decides(

@@ -711,7 +711,12 @@ def copy_of(values: list[Any]) -> list[Any]:
     """
     memo: dict[int, Any] = {}
 
+    have_attributes: set[int] = set()
+
     def copy_attributes(own: Tensor, new: Tensor) -> None:
+        if id(own) in have_attributes:
+            return  # an attribute may be its own owner
+        have_attributes.add(id(own))
         # A parameter's own ``deepcopy`` leaves them behind.
         for name in vars(own).keys() - vars(new).keys():
             setattr(new, name, pytree.tree_map(copied, vars(own)[name]))

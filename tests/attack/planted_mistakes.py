@@ -704,6 +704,18 @@ NEWCOMERS = [
         "for each in node.all_input_nodes)",
     ),
     Mistake(
+        "merge",
+        "calls are known by their first operand",
+        "key = node.target, str(node.args), str(node.kwargs)",
+        "key = node.target, str(node.args[:1]), str(node.kwargs)",
+    ),
+    Mistake(
+        "merge",
+        "keywords are not compared",
+        "key = node.target, str(node.args), str(node.kwargs)",
+        "key = node.target, str(node.args)",
+    ),
+    Mistake(
         "fusion",
         "parts are given in reverse order",
         "zip(nodes, items, strict=True)",

@@ -673,6 +673,26 @@ def test_a_tensor_that_is_an_attribute_of_a_tensor_is_a_result(left):
     assert not vars(model.weight.kept)
 
 
+@pytest.mark.parametrize(
+    "tie",
+    [
+        lambda model: setattr(model.weight, "owner", model),
+        lambda model: setattr(model.weight, "me", model.weight),
+        lambda model: (
+            setattr(model.weight, "tied", model.bias),
+            setattr(model.bias, "tied", model.weight),
+        ),
+    ],
+    ids=["its module", "itself", "each other"],
+)
+def test_attributes_of_parameters_that_lead_back_to_them(tie):
+    model = nn.Linear(4, 3)
+    tie(model)
+    call = lambda m, x: m(x)  # noqa: E731
+    assert kind_of(call, call, model, X)[0] == "identical"
+    assert kind_of(call, lambda m, x: 2 * m(x), model, X)[0] == "another function"
+
+
 def test_attributes_of_a_bare_parameter_are_there_in_a_proof():
     """Its own deepcopy leaves them behind."""
     weight = nn.Parameter(torch.ones(4))

@@ -138,6 +138,13 @@ EVEN = ValueError("odd: give an even number")
         (REFUSED, ValueError("too large"), (), ("FAILED", "claimed to be refused"), "too large"),
         (
             REFUSED,
+            ValueError("give an even numbering"),
+            (),
+            ("FAILED", "claimed to be refused"),
+            "give an even numbering",
+        ),
+        (
+            REFUSED,
             KeyError("give an even number"),
             (),
             ("FAILED", "claimed to be refused"),

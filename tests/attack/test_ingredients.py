@@ -141,7 +141,7 @@ def test_a_mistake_is_found_on_generated_models(tmp_path):
 @pytest.mark.second_tier
 @pytest.mark.parametrize("ranks", [0, 4])
 def test_a_right_pass_is_not_blamed_on_generated_models(ranks, tmp_path, capsys):
-    assert fuzz("copy_pass", tmp_path, "--ranks", ranks, "--minutes", 0.2) == 0
+    assert fuzz("copy_pass", tmp_path, "--ranks", ranks, "--minutes", 0.1) == 0
     assert "0 failures" in capsys.readouterr().err
 
 

@@ -60,5 +60,5 @@ def test_a_newcomers_mistake_is_found_and_reduced(mistake):
 def test_without_a_mistake_nothing_is_found(name):
     """The twin: it is the mistake that is found."""
     setting = SETTINGS[name]
-    found = search(setting, unchanged(setting.module), seconds=2)
+    found = search(setting, unchanged(setting.module), seconds=1)
     assert not found.words, f"{found.words}\n{found.file}"

@@ -185,6 +185,8 @@ CLAIMS = {
 QUICK = (pipeline,)
 # test_on_two_nodes proves that four ranks get the same bits, which says more than two ranks can.
 HELD_ON_NODES = [claim for claim, (_, four) in CLAIMS.items() if four == "identical"]
+# They change what a rank adds by itself. Orders among ranks are those of ``pipeline``.
+HELD_ON_TWO_RANKS = (chunked_loss, accumulated)
 
 
 def check(claim, kind, model, precision, gt_mesh, gt_world):
@@ -211,7 +213,15 @@ def test_on_two_ranks(claim, gt_mesh, gt_world):
 
 @pytest.mark.second_tier
 @world(4)
-@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__)
+@pytest.mark.parametrize(
+    "claim",
+    [
+        pytest.param(
+            claim, id=claim.__name__, marks=[pytest.mark.long] * (claim in HELD_ON_TWO_RANKS)
+        )
+        for claim in CLAIMS
+    ],
+)
 def test_on_two_nodes(claim, gt_mesh, gt_world):
     check(claim, CLAIMS[claim][1], "llama3", "fp32", gt_mesh, gt_world)
 
@@ -245,7 +255,14 @@ def bucketed_in_replicas(config):
 
 @pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=4, mesh={"replicate": 2, "shard": 2}, nodes=2)
-@pytest.mark.parametrize("claim", [swapped, bucketed_in_replicas], ids=lambda claim: claim.__name__)
+@pytest.mark.parametrize(
+    "claim",
+    [
+        # test_mistakes proves it on a smaller model, as "replicas, right".
+        pytest.param(swapped, id="swapped", marks=pytest.mark.long),
+        pytest.param(bucketed_in_replicas, id="bucketed_in_replicas"),
+    ],
+)
 def test_replicas_of_shards(claim, gt_mesh, gt_world):
     check(claim, "reordered", "llama3", "fp32", gt_mesh, gt_world)
 
@@ -284,11 +301,13 @@ def chunkings():
     """Yield blocks with numbers of chunks.
 
     Four chunks have a first, a last and those between, and an order of additions; two have neither.
-    Numbers of two chunks are compared in test_equals_eager_chunking.
+    Numbers of two chunks are compared in test_equals_eager_chunking, and those of experts in a
+    loop.
     """
     for name in [*BLOCKS, *(f"moe {name}" for name in MOE)]:
         for chunks in (2, 4):
-            marks = [pytest.mark.long] * (chunks == 2 and name.startswith(SECOND))
+            is_long = name == "moe loop" or (chunks == 2 and name.startswith(SECOND))
+            marks = [pytest.mark.long] * is_long
             yield pytest.param(name, chunks, marks=marks)
 
 

@@ -143,7 +143,9 @@ def test_torchs_parallel_models_are_the_unsharded_one_on_ranks(parallel, gt_mesh
     assert proof.compared == 4 * (1 + 7)
 
 
+# The others are on ranks above, and larger ones of their kinds in test_same_model_combinations.
 @pytest.mark.second_tier
+@pytest.mark.long("tensor_parallel", "sequence_parallel", "two_dimensional")
 @pytest.mark.gt_world("simulated", size=4, mesh={"dp": 2, "tp": 2})
 @pytest.mark.parametrize("parallel", SIMULATED, ids=lambda function: function.__name__)
 def test_they_are_in_a_simulated_world(parallel, gt_mesh):

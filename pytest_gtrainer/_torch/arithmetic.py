@@ -18,6 +18,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from threading import Lock
 from typing import Any
 
@@ -75,6 +76,7 @@ def watching_freed_storages(note: Callable[[torch.Tensor], None]) -> Iterator[No
                 torch.UntypedStorage.resize_ = _resize
 
 
+@cache  # asked of every operator that a proof runs
 def is_taken_apart(operator: Any) -> bool:
     """Return whether the dispatcher takes an operator apart by itself."""
     return bool(operator._can_decompose())

@@ -99,6 +99,7 @@ BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16:
 """Binary digits of a significand."""
 
 
+@cache
 def base_name(operator: Any) -> str:
     """Return an operator's name without namespace and overload."""
     return str(schema(operator).name).partition("::")[2]

@@ -18,6 +18,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -219,12 +220,15 @@ def named_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of a call by name, with the schema's defaults."""
     named = {}
-    for place, argument in enumerate(schema(operator).arguments):
-        if place < len(args):
-            named[argument.name] = args[place]
-        else:
-            named[argument.name] = kwargs.get(argument.name, argument.default_value)
+    for place, (name, default) in enumerate(_arguments_of(operator)):
+        named[name] = args[place] if place < len(args) else kwargs.get(name, default)
     return named
+
+
+@cache  # the schema makes new objects each time that it is asked
+def _arguments_of(operator: Any) -> tuple[tuple[str, Any], ...]:
+    """Return the names of an operator's arguments, with their defaults."""
+    return tuple((each.name, each.default_value) for each in schema(operator).arguments)
 
 
 def leaves_of(argument: Any) -> list[Any]:

@@ -70,7 +70,9 @@ def test_graph_equals_eager_under_hybrid_sharding_and_tensor_parallelism(gt_mesh
     )
 
 
+# test_three_mistakes trains it in fp32, and a cell of test_parallelism_matrix in bf16.
 @pytest.mark.second_tier
+@pytest.mark.long
 @pytest.mark.gt_world("ranks", size=8, mesh={"efsdp": 2, "ep": 2, "tp": 2})
 def test_graph_equals_eager_under_expert_and_tensor_parallelism(gt_mesh, check_parity):
     check_parity(
@@ -90,7 +92,9 @@ def test_graph_equals_eager_under_context_parallelism(gt_mesh, check_parity, met
     )
 
 
+# A cell of test_parallelism_matrix has "gather" beside tensor parallelism, and "ulysses" is above.
 @pytest.mark.second_tier
+@pytest.mark.long
 @pytest.mark.gt_world("ranks", size=8, mesh={"dp": 2, "cp": 2, "tp": 2})
 def test_graph_equals_eager_under_context_and_tensor_parallelism(gt_mesh, check_parity):
     check_parity(llama3_training(gt_mesh, "fp32", parallel=Parallelism({}, "ulysses"), steps=2))

@@ -8,7 +8,7 @@ import pytest
 from pytest_gtrainer.conformance import Adapter
 from pytest_gtrainer.testing import run_project
 
-pytestmark = pytest.mark.second_tier
+pytestmark = [pytest.mark.second_tier, pytest.mark.usefixtures("warm_python")]
 
 PASSES = """
 from torch._ops import OpOverload

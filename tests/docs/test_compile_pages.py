@@ -20,6 +20,7 @@ DOCS = ROOT / "docs"
 
 
 @pytest.mark.second_tier
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize(
     ("page", "tests"), [("compile", 15), ("inductor-passes", 5), ("trainers", 6)]
 )
@@ -47,6 +48,7 @@ def two_products(x):
 
 
 @pytest.mark.second_tier
+@pytest.mark.usefixtures("warm_python")
 def test_what_the_page_of_tests_recommends_runs(monkeypatch):
     """Every second block of its section on torch.compile, on the model and the pass of
     ``examples/fusion``.
@@ -95,6 +97,7 @@ def test_the_table_of_operators_is_the_benchmarks():
 
 
 @pytest.mark.second_tier
+@pytest.mark.usefixtures("warm_python")
 def test_each_harness_of_the_page_of_tests_has_its_counterpart(pytester):
     """Every second block of its section on harnesses, as one test file; the first ones name torch's
     and others' own.
@@ -127,6 +130,7 @@ from pytest_gtrainer import assert_bitwise_equal, data_parallel, trace_step
 
 
 @pytest.mark.second_tier
+@pytest.mark.usefixtures("warm_python")
 def test_two_pairs_of_the_page_of_tests_test_the_same(pytester):
     """The pairs are torch's ``MultiProcessTestCase`` and expecttest, whose blocks run here, too; a
     wrong number fails both.

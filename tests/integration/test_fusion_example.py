@@ -26,6 +26,7 @@ def outcomes(example, *options):
 
 
 @pytest.mark.second_tier
+@pytest.mark.usefixtures("warm_python")
 def test_its_bug_is_caught_in_bits_and_not_by_a_tolerance(example):
     run, found = outcomes(example, "--with-bug", "tests/test_fusion.py", "tests/test_tolerance.py")
     failed = {name for name, outcome in found.items() if outcome != "passed"}
@@ -36,6 +37,7 @@ def test_its_bug_is_caught_in_bits_and_not_by_a_tolerance(example):
 
 
 @pytest.mark.second_tier
+@pytest.mark.usefixtures("warm_python")
 def test_without_the_bug_all_pass(example):
     run, found = outcomes(example, "-k", "not 128 and not 65")  # sizes that by hand compile anew
     assert set(found.values()) == {"passed"}, run.output

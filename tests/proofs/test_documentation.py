@@ -51,6 +51,7 @@ def check_example(block, right, wrong, name, folder):
 
 
 @pytest.mark.second_tier
+@pytest.mark.usefixtures("warm_python")
 def test_the_example_of_a_parallel_model_holds(tmp_path):
     (block,) = [block for block in BLOCKS if "def test_parallel_is_unsharded" in block]
     right = 'ColwiseParallel(), "2": RowwiseParallel()'
@@ -58,6 +59,7 @@ def test_the_example_of_a_parallel_model_holds(tmp_path):
 
 
 @pytest.mark.second_tier
+@pytest.mark.usefixtures("warm_python")
 def test_the_example_of_a_pipeline_holds(tmp_path):
     (block,) = [block for block in BLOCKS if "def test_pipeline_is_unsharded" in block]
     run = run_project(tmp_path, "--gt-gpus=2", files={"test_page.py": block})
@@ -70,6 +72,7 @@ def test_the_example_of_a_pipeline_holds(tmp_path):
 
 
 @pytest.mark.second_tier
+@pytest.mark.usefixtures("warm_python")
 def test_the_example_of_a_loss_weighted_by_tokens_holds(tmp_path):
     """Each rank divides by its own count: the page shows what the message is."""
     (block,) = [block for block in BLOCKS if "def test_tokens_count_alike" in block]
@@ -85,6 +88,7 @@ def test_the_example_of_a_loss_weighted_by_tokens_holds(tmp_path):
 
 
 @pytest.mark.second_tier
+@pytest.mark.usefixtures("warm_python")
 def test_the_example_on_ranks_holds(tmp_path):
     (block,) = [block for block in BLOCKS if "def loss_in_field" in block]
     right = "parallelize_module(model, gt_mesh, plan)"

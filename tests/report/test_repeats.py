@@ -31,6 +31,7 @@ def run(folder, *options):
 
 
 @pytest.mark.second_tier
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("workers", [(), ("-n2", "--dist=loadscope")])
 def test_repetitions_that_differ_fail_with_the_first_operator(tmp_path, workers):
     done = run(tmp_path, "--gt-repeat=3", *workers)
@@ -66,6 +67,7 @@ def test_repetitions_that_differ_fail_with_the_first_operator(tmp_path, workers)
 
 
 @pytest.mark.second_tier
+@pytest.mark.usefixtures("warm_python")
 def test_the_report_keeps_a_repetition_that_failed_and_x_ends_at_it(tmp_path):
     done = run(tmp_path, "--gt-repeat=2", "--gt-summary=s.md", "-k", "flaky")
     assert done.returncode == 1
@@ -135,6 +137,7 @@ def test_proofs_of_another_kind_differ(place, what):
 
 
 @pytest.mark.second_tier
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("accepts", ["--gt-update-goldens", "--gt-create-goldens"])
 def test_a_golden_that_each_repetition_writes_anew_fails(tmp_path, accepts):
     """Each golden holds for its own repetition."""

@@ -4,7 +4,7 @@ file.
 
 import pytest
 
-pytestmark = pytest.mark.second_tier
+pytestmark = [pytest.mark.second_tier, pytest.mark.usefixtures("warm_python")]
 
 TEST_FILE = """
 import pytest, torch

@@ -25,7 +25,7 @@ SAMPLE = (
     "test_torchtitan_1974",
 )
 
-pytestmark = pytest.mark.second_tier
+pytestmark = [pytest.mark.second_tier, pytest.mark.usefixtures("warm_python")]
 
 
 def test_a_sample_is_found_and_the_fixed_versions_are_quiet(tmp_path):

@@ -77,6 +77,7 @@ def run_tests(*arguments, **environ):
 
 
 @pytest.mark.second_tier
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("factory", ["Model", "model"])
 def test_the_command_that_it_names_is_green_and_so_is_the_job(project, capsys, factory):
     assert main(["init", f"{project}:{factory}", "--yes"]) == 0

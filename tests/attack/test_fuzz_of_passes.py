@@ -288,7 +288,7 @@ def test_a_mistake_between_ranks_is_found(tmp_path):
 
 @pytest.mark.second_tier
 def test_a_right_pass_is_not_blamed(tmp_path, capsys):
-    assert fuzz("neg_pass", tmp_path, "--minutes", 0.2, "--nodes", 15) == 0
+    assert fuzz("neg_pass", tmp_path, "--minutes", 0.1, "--nodes", 15) == 0
     assert not list(tmp_path.iterdir())
     assert "0 failures" in capsys.readouterr().err
 

@@ -328,7 +328,7 @@ def changed_at_random(gm, dice):
 
 
 @pytest.mark.second_tier
-@pytest.mark.parametrize("begin", [0, 100])
+@pytest.mark.parametrize("begin", [0, pytest.param(100, marks=pytest.mark.long)])
 def test_no_mistake_passes_for_equal(begin, monkeypatch):
     """Whatever pairs take for equal, a proof of whole graphs does, too."""
     fast = oracles._differ_in_equal_pairs

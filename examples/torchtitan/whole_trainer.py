@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from cpu_device import ANSWERS
 from debug_models import on_cpu
 from ring_attention import HANDLERS
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor.experimental._context_parallel import _attention
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.experiments.graph_trainer import jit_backend
 from torchtitan.experiments.graph_trainer import trainer as graph_trainer
 from torchtitan.experiments.graph_trainer.graph_pp import graph_builder, pipeline
 from torchtitan.experiments.graph_trainer.graph_pp.stage import GraphPipelineStage
@@ -241,6 +243,40 @@ def traced_stages(config):
         except Traced:
             return graphs_of(runtime)
     raise AssertionError("the trainer ran a step without graphs of stages")
+
+
+def compiled_halves(config):
+    """Return the graphs of forward and backward that jit mode compiles, behind its bucketing.
+
+    They run as they are: a fake world moves no data.
+    """
+    found = []
+
+    def keeping(graph_pass):
+        def keep(gm, *args, **options):
+            found.append(graph_pass(gm, *args, **options))
+            return found[-1]
+
+        return keep
+
+    def unchanged(gm, example_inputs):
+        return gm
+
+    keep = keeping(unchanged)
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, keep_inference_input_mutations=True)
+    with ExitStack() as stack:
+        stack.enter_context(as_on_gpus(config))
+        stack.enter_context(
+            mock.patch.object(torch._dynamo, "lookup_backend", return_value=backend)
+        )
+        for name in ("autobucketing", "transformer_block_bucketing"):
+            graph_pass = getattr(jit_backend, f"{name}_reordering_pass")
+            patch = mock.patch.object(jit_backend, graph_pass.__name__, keeping(graph_pass))
+            stack.enter_context(patch)
+        trainer = stack.enter_context(trainer_of(config))
+        trainer.train_step(trainer.batch_generator(trainer.dataloader))
+    forward, backward = found
+    return {"forward": forward, "backward": backward}
 
 
 def graphs_of(runtime):

@@ -609,6 +609,10 @@ class _Maker:
             self.chain_of[parameter] = chain
         if shard is None:
             return
+        may_write = not self.functional and not self.is_fsdp
+        if may_write and self.dice.random() < 0.1:
+            # What was read of the parameter so far is of before.
+            self._write_to(self.dice.choice([parameter, shard]))
         group, size = self.group_of[parameter]
         launch = self._call(ALL_GATHER, shard, size, group)
         if launch is not None:

@@ -84,6 +84,8 @@ class Comparison:
         element: lines that name the first element of the first difference, if values were kept.
         sizes: lines that say how far apart losses are, and at which step they part; and if values
             were kept, how far each tensor has moved, the furthest first.
+        exact: a line on the first of data, random states and options that differs, which no
+            rounding moves, if the first difference of all may be a rounding.
         places: lines that say where the trainers call what the first phase that differs lies
             between.
         notes: what was not compared, and what is missing on either side.
@@ -103,6 +105,7 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     element: list[str] = field(default_factory=list)
     sizes: list[str] = field(default_factory=list)
+    exact: str = ""
     places: list[str] = field(default_factory=list)
     is_complete: bool = True
     shorter: str = ""
@@ -168,8 +171,8 @@ class Comparison:
         left_out = len(others) - len(shown)
         if left_out > 0:
             yield f"{indent}and {counted(left_out, 'more difference')} in this phase: --all"
-        for line in self.sizes:
-            yield f"{indent}{line}"
+        for line in (*self.sizes, *filter(None, [self.exact])):
+            yield f"{indent}{one_line(line)}"
         yield from self._table(first.step, markdown=markdown)
 
     def _table(self, step: int, *, markdown: bool) -> Iterator[str]:
@@ -414,6 +417,7 @@ class _Comparing:
             sizes = _sizes(self.result.runs, self.result.differences)
             self.result.sizes = self._describe_losses() + sizes
             self.result.places = self._places(self.result.differences[0])
+            self.result.exact = self._describe_exact(self.result.differences[0])
         if self.unseeded:
             names = spell_some(sorted(self.unseeded))
             self.result.notes.append(
@@ -474,6 +478,20 @@ class _Comparing:
             return []
         furthest = max(distance for _, distance in apart)
         return [f"losses are at most {furthest:.1g} apart in {len(apart)} steps"]
+
+    def _describe_exact(self, first: Difference) -> str:
+        """Say where what no rounding moves differs, if the first difference may be a rounding.
+
+        Else the rounding of the first step, as of compiled code, would hide a wrong schedule, or
+        data in another order, of a later one.
+        """
+        if self.rounds or not self._is_rounded(first.step, first.phase, first.name):
+            return ""
+        result = Comparison(self.result.runs, steps=self.result.steps)
+        _Comparing(result, self.a_steps, self.b_steps, rounds=True).run({}, {})
+        if not result.differences:
+            return ""
+        return f"no rounding moves this, which differs, too: {result.differences[0]}"
 
     def _shared_phases(self) -> list[str]:
         """Return the phases that both records have, and note the others."""

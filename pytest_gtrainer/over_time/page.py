@@ -55,6 +55,7 @@ def _sections(result: Comparison) -> Iterator[str]:
 
     first = result.differences[0]
     details = [line.strip() for line in (*result.element, *result.places, *result.sizes)]
+    details += filter(None, [result.exact])
     yield f"<pre>{escape(chr(10).join(map(one_line, details)))}</pre>"
     yield f"<h3>What differs in step {first.step}, {escape(first.phase)}</h3>"
     rows = []

@@ -247,6 +247,44 @@ def test_calls_of_the_trainer_are_named_where_a_phase_lies_between_them(compared
         assert said[1:-1] == lines * is_said
 
 
+LATER = {  # what a run does otherwise at a later step, and the name that stands for it
+    "a rate": ({"optimiser": {"w": tensor(1), "param_groups.0.lr": 0.5}}, "param_groups.0.lr"),
+    "data": ({"data": {"input [0]": tensor(9)}}, "data: input [0]"),
+    "a random state": ({"random": {"torch.cpu": tensor(9)}}, "random: torch.cpu"),
+}
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+@pytest.mark.parametrize("kind", LATER)
+def test_what_no_rounding_moves_is_named_after_a_loss_that_does(compared, kind, step):
+    """Compiled and eager code part at the first step, and a wrong schedule only shows later."""
+    change, name = LATER[kind]
+
+    def run(loss, changed):
+        made = []
+        for place in range(4):
+            phases = {
+                "random": {"torch.cpu": tensor(place)},
+                "data": {"input [0]": tensor(place)},
+                "loss": {"root": {"calls": [number(loss)]}},
+                "optimiser": {"w": tensor(loss), "param_groups.0.lr": 0.25},
+            }
+            made.append(phases | (change if changed and place >= step else {}))
+        return made
+
+    said = compared([run(1, False)], [run(2, True)])
+    words = [line for line in said if "no rounding moves this, which differs, too: " in line]
+    if step == 0 and kind != "a rate":
+        assert not words  # it is the first difference itself
+        assert name in said[0]
+    else:
+        (line,) = words
+        assert f"too: step {step}, " in line
+        assert name in line
+        assert "step 0, loss: root" in said[0]
+    assert "no rounding moves" not in "".join(compared([run(1, False)], [run(2, False)]))
+
+
 def test_steps_are_counted_that_only_one_side_has(compared):
     a = compared([steps(*range(5))], [steps(2, 3)], b_how={"first": 2})
     assert a == [

@@ -136,6 +136,7 @@ class ArithmeticMode(TorchDispatchMode):
 
     def write_known(self, target: Tensor) -> None:
         """Note that real numbers were written to a target."""
+        self._digits.drop(target)
         if _covers_storage(target):
             self.shadows.drop(target)
         elif self.shadows.has(target):
@@ -215,26 +216,47 @@ class ArithmeticMode(TorchDispatchMode):
                 for answer in tensor.aminmax():
                     note_branch(self.arithmetic, answer.item(), f"{base} {self._asked[base]}")
 
-    def _written_in_float64(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-        """Return what an operator is about to write to a known table, in float64.
+    def _written_in_float64(
+        self, func: Any, args: Any, kwargs: Any
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the known table that an operator is about to write, and its numbers in float64.
 
         None if no such digits are kept, or nobody can compute them.
         """
-        if not isinstance(self.arithmetic, Numbers) or not self.arithmetic.keeps_digits:
-            return None
         is_drawn = torch.Tag.nondeterministic_seeded in func.tags
-        functional = functional_of(func) if schema(func).is_mutable and not is_drawn else None
-        target = args[0] if args else None
-        if functional is None or not isinstance(target, Tensor) or not target.is_floating_point():
+        if not self._keeps_tables or is_drawn or not schema(func).is_mutable:
             return None
+        functional, named = functional_of(func), named_arguments(func, args, kwargs)
+        targets = [named[each.name] for each in schema(func).arguments if each.is_write]
+        target = targets[0]
+        is_one = len(targets) == 1 and isinstance(target, Tensor) and target.is_floating_point()
+        if functional is None or not is_one:
+            return None
+        options = {name: value for name, value in kwargs.items() if not _is_out(func, name)}
+        wide = self._in_float64(functional, args, options)
+        return (target, wide) if wide is not None and wide.shape == target.shape else None
+
+    @property
+    def _keeps_tables(self) -> bool:
+        return isinstance(self.arithmetic, Numbers) and self.arithmetic.keeps_digits
+
+    def _in_float64(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """Return what an operator computes of known numbers in float64; None if it has none."""
         args, kwargs = mapped(self._with_digits, (tuple(args), dict(kwargs)))
-        with without_modes():
-            wide = in_float64(functional, args, kwargs)
-        fits = isinstance(wide, Tensor) and wide.shape == target.shape
-        return wide if fits and wide.dtype == torch.float64 else None
+        try:
+            with without_modes():
+                wide = in_float64(func, args, kwargs)
+        except Exception:
+            return None  # such as an operator of a user for one dtype
+        return wide if isinstance(wide, Tensor) and wide.dtype == torch.float64 else None
 
     def _keep_digits(
-        self, func: Any, args: Any, kwargs: Any, result: Any, written: Tensor | None
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        written: tuple[Tensor, Tensor] | None,
     ) -> None:
         """Compute known numbers in float64, too, of which a narrower dtype loses digits.
 
@@ -242,11 +264,12 @@ class ArithmeticMode(TorchDispatchMode):
         numbers keeps whole tables, such as those of rotary embeddings, however they are made.
         """
         if written is not None:
+            target, wide = written
             with without_modes():
-                if not self._digits.has(args[0]):
-                    whole = whole_storage(args[0])
+                if not self._digits.has(target):
+                    whole = whole_storage(target)
                     self._digits.write(whole, whole.double().view(torch.int64))
-                self._digits.write(args[0], written.view(torch.int64))
+                self._digits.write(target, wide.view(torch.int64))
             return
         if schema(func).is_mutable:
             for tensor in tensors_in(args, kwargs):
@@ -274,12 +297,12 @@ class ArithmeticMode(TorchDispatchMode):
         if not self.arithmetic.keeps_digits:
             self.arithmetic.has_digits = True
             return
-        args, kwargs = mapped(self._with_digits, (tuple(args), dict(kwargs)))
-        with without_modes():
-            self._keep_wide(result, in_float64(func, args, kwargs))
+        self._keep_wide(result, self._in_float64(func, args, kwargs))
 
-    def _keep_wide(self, result: Tensor, wide: Any) -> None:
+    def _keep_wide(self, result: Tensor, wide: Tensor | None) -> None:
         """Keep the digits that a known result lacks, which has been computed in float64, too."""
+        if wide is None:
+            return
         with without_modes():
             has_more = wide.dtype == torch.float64 and not torch.equal(wide, result.double())
         self.arithmetic.has_digits = self.arithmetic.has_digits or has_more
@@ -688,13 +711,15 @@ class ArithmeticMode(TorchDispatchMode):
         if value is None and is_whole:
             result = func(*args, **kwargs)
             self.shadows.drop(target)
+            self._digits.drop(target)
             return result
 
         self._lift_storage(target)
         fits = target.dtype
         if value is None:
             if isinstance(source, Tensor):
-                elements = self.arithmetic.lift(source.to(target.dtype))
+                source = self._with_digits(source) if self._keeps_tables else source.to(fits)
+                elements = self.arithmetic.lift(source)
             else:
                 elements = self.arithmetic.filled_in(source, target.dtype)
         else:
@@ -712,7 +737,9 @@ class ArithmeticMode(TorchDispatchMode):
             if not target.is_floating_point():
                 raise NoMeaning(f"abstract numbers are written to a known tensor of {target.dtype}")
             whole = whole_storage(target)
-            self.shadows.write(whole, self.arithmetic.lift(whole))
+            known = self._with_digits(whole) if self._keeps_tables else whole
+            self.shadows.write(whole, self.arithmetic.lift(known))
+            self._digits.drop(target)
 
 
 class CountReads(TorchFunctionMode):

@@ -90,8 +90,8 @@ class Comparison:
             between.
         notes: what was not compared, and what is missing on either side.
         is_complete: whether both runs ended in order.
-        shorter: which run ends before a step of the other one that it would have recorded, in
-            words; "" if both end together.
+        shorter: which run ends before the other one, in words; "" if both end together, as far as
+            the steps that were recorded and what the trainers left show.
         compared: how many entries were compared.
         dropped: by piece of state that a resumed run did without, the first difference; see
             ``assert_resumes``.
@@ -683,7 +683,7 @@ def _disagreement(step: int, phase: str, name: str, a: Values, b: Values) -> Dif
 
     Before the optimiser takes them, ranks may have gradients of their own.
     """
-    if phase not in ("load", "clip", "optimiser"):
+    if phase not in ("load", "clip", "optimiser", "end"):
         return None
     in_a, in_b = _ranks_that_disagree(a), _ranks_that_disagree(b)
     if bool(in_a) == bool(in_b):

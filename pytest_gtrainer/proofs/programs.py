@@ -34,6 +34,7 @@ from pytest_gtrainer.numerics.graph_run import (
 from pytest_gtrainer.proofs.anyorder import AnyOrder
 from pytest_gtrainer.proofs.inputs import DrawnInputs
 from pytest_gtrainer.proofs.state import (
+    attributes_of_tensors,
     captured_by,
     check_outputs,
     copy_of,
@@ -541,6 +542,8 @@ class FunctionProgram(Program):
         named = named_outputs(outputs)
         for name, leaf in named.items():
             observed.outputs[name, None] = leaf.detach()
+        for name, tensor in attributes_of_tensors(named).items():
+            observed.outputs[name.removeprefix("buffer "), None] = tensor.detach()
         observed.trains = _names_that_train(named, state)
         # Looked up again: a program may replace a tensor instead of writing to it.
         held = named_state(function, given, has_run=True) | captured_by(self.function)

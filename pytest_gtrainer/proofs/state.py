@@ -70,10 +70,10 @@ def named_state(
                 "the function"
             )
 
-    return found | _attributes_of_tensors(found)
+    return found | attributes_of_tensors(found)
 
 
-def _attributes_of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def attributes_of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors that are attributes of tensors, such as ``weight.main_grad``, by name.
 
     A gradient may have attributes, too. Each tensor comes once.
@@ -88,10 +88,10 @@ def _attributes_of_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if type(tensor) not in (Tensor, nn.Parameter):
             continue  # others keep their own parts in attributes
         for attribute, value in vars(tensor).items():
-            for at, leaf in pytree.tree_flatten_with_path(value)[0]:
+            for at, leaf in _tensors_in(attribute, value, seen):
                 if isinstance(leaf, Tensor) and id(leaf) not in seen:
                     seen.add(id(leaf))
-                    whole = f"{name}.{attribute}{pytree.keystr(at)}"
+                    whole = f"{name}.{at}"
                     found[f"buffer {whole.removeprefix('buffer ')}"] = leaf
                     left.append((whole, leaf))
     return found
@@ -131,6 +131,7 @@ def python_values(function: Any, inputs: Sequence[Any]) -> dict[str, str]:
     """
     modes: list[bool] = []
     trainable: list[bool] = []
+    objects: set[int] = set()
     found: dict[str, str] = {}
     for place, value in enumerate(inputs):
         if isinstance(value, list | tuple | dict):
@@ -150,11 +151,13 @@ def python_values(function: Any, inputs: Sequence[Any]) -> dict[str, str]:
         for path, part in leaf.named_modules(prefix=prefix.removesuffix(".")):
             modes.append(part.training)
             for name, value in vars(part).items():
-                # A bool or a text is a switch: the caller of a model sets it to choose what runs.
-                is_number = isinstance(value, list | tuple | dict) or type(value) in (int, float)
-                if name not in _OF_EVERY_MODULE and is_number:
-                    whole = f"{path}.{name}" if path else name
+                if name in _OF_EVERY_MODULE:
+                    continue
+                whole = f"{path}.{name}" if path else name
+                if _is_number(value):
                     found[f"attribute {whole}"] = spell_values(value)
+                for own, number in _numbers_of_objects(whole, value, objects):
+                    found[f"attribute {own}"] = spell_values(number)
     for name, value in modes_of_torch().items():
         found[f"setting {name!r} of torch"] = spell_mode(value)
     found["training modes"] = str(modes)
@@ -286,13 +289,64 @@ def _registered_in(module: nn.Module) -> set[int]:
 
 
 def _attributes_of(part: nn.Module) -> Iterator[tuple[str, Tensor | nn.Module]]:
-    """Yield the tensors and modules that are plain attributes of a module."""
+    """Yield the tensors and modules that are plain attributes of a module, or stand in one."""
+    seen: set[int] = set()
     for name, value in vars(part).items():
-        if name in _OF_EVERY_MODULE:
-            continue
-        for at, leaf in pytree.tree_flatten_with_path(value)[0]:
-            if isinstance(leaf, Tensor | nn.Module):
-                yield f"{name}{pytree.keystr(at)}", leaf
+        if name not in _OF_EVERY_MODULE:
+            yield from _tensors_in(name, value, seen)
+
+
+def _tensors_in(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor | nn.Module]]:
+    """Yield the tensors and modules in containers and in objects of a user, with their places.
+
+    A NumPy array counts as a tensor in its memory.
+
+    Args:
+        seen: ids of objects that were looked into.
+    """
+    for at, leaf in pytree.tree_flatten_with_path(value)[0]:
+        where = f"{name}{pytree.keystr(at)}"
+        if isinstance(leaf, Tensor | nn.Module):
+            yield where, leaf
+        elif _is_array_of_numbers(leaf):
+            yield where, torch.from_numpy(leaf)
+        elif _is_an_object(leaf) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            for own, each in _directly_held_by(leaf):
+                yield from _tensors_in(f"{where}.{own}", each, seen)
+
+
+def _is_array_of_numbers(value: Any) -> bool:
+    """Return whether a value is a NumPy array of floats or integers that torch takes."""
+    numpy = sys.modules.get("numpy")  # torch runs without it
+    if numpy is None or not isinstance(value, numpy.ndarray):
+        return False
+    return value.dtype.kind in "fi" and value.dtype.isnative and min(value.strides, default=0) >= 0
+
+
+def _is_an_object(value: Any) -> bool:
+    """Return whether a value is an object of a user's class, such as a cache of keys."""
+    is_plain = isinstance(value, _WITHOUT_TENSORS) or inspect.isroutine(value)
+    return not is_plain and _is_of_a_user(value) and not isinstance(value, functools.partial)
+
+
+def _numbers_of_objects(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers and containers that are attributes of a user's object, with names."""
+    if not _is_an_object(value) or id(value) in seen:
+        return
+    seen.add(id(value))
+    for own, each in _directly_held_by(value):
+        if _is_number(each):
+            yield f"{name}.{own}", each
+        yield from _numbers_of_objects(f"{name}.{own}", each, seen)
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number or a container.
+
+    A bool or a text is a switch: the caller of a model sets it to choose what runs.
+    """
+    return isinstance(value, list | tuple | dict) or type(value) in (int, float)
 
 
 def known_numbers(module: nn.Module) -> list[str]:

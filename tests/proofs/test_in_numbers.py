@@ -237,9 +237,26 @@ def rotated(x, offset, base=1e4, dtype=torch.float32):
     return torch.cat((left * cos - right * sin, left * sin + right * cos), -1)
 
 
-def with_positions(x, frequencies):
+@torch.library.custom_op("in_numbers::single", mutates_args=())
+def single(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != torch.float32:
+        raise TypeError("float32 alone")
+    return 2 * x
+
+
+single.register_fake(lambda x: torch.empty_like(x))
+SINGLE = torch.ops.in_numbers.single
+
+
+def divided(by):
+    made = torch.zeros(40)
+    torch.div(torch.arange(40.0), by, out=made)
+    return made
+
+
+def with_positions(x, frequencies, make=torch.zeros):
     """Add sines and cosines that are written to an empty table."""
-    table = torch.zeros(x.shape)
+    table = make(x.shape)
     angles = torch.arange(len(x))[:, None] * frequencies(x.shape[1])
     table[:, 0::2], table[:, 1::2] = angles.sin(), angles.cos()
     return x + table
@@ -299,6 +316,24 @@ TABLES = {  # a program, the same with a table that is rounded otherwise, anothe
         lambda x: with_positions(x, powers(1.001e4)),
         (ROWS,),
     ),
+    "written by out=": (
+        lambda x: x * torch.linspace(0, 1, 40),
+        lambda x: x * divided(39),
+        lambda x: x * divided(39.001),
+        (ROWS,),
+    ),
+    "written to memory that nobody has written": (
+        lambda x: with_positions(x, exponentials, torch.empty),
+        lambda x: with_positions(x, powers(1e4), torch.empty),
+        lambda x: with_positions(x, powers(1.001e4), torch.empty),
+        (ROWS,),
+    ),
+    "beside an operator for float32 alone": (
+        lambda x: x * torch.linspace(0, 1, 40) * SINGLE(torch.ones(40)),
+        lambda x: x * (torch.arange(40.0) / 39) * SINGLE(torch.ones(40)),
+        lambda x: x * (torch.arange(40.0) / 39.001) * SINGLE(torch.ones(40)),
+        (ROWS,),
+    ),
     "angles of relative positions": (
         scores(0, 0),
         scores(5, 5),
@@ -330,6 +365,23 @@ def test_a_table_that_is_rounded_otherwise_is_no_other_function(name):
         if "mean" not in name:
             assert "known numbers that they compute, such as tables, are rounded" in proof.reason
     assert prove(actual, twin, inputs=inputs).kind == "another function"
+
+
+def test_digits_of_a_table_end_where_something_else_is_written():
+    """What was given to it, and then zeros."""
+
+    def reused(x):
+        table = torch.arange(40.0) / 39
+        table.copy_(x[0])
+        twice = table * 2
+        table.zero_()
+        return x * (table + 7) + twice
+
+    expected = lambda x: x * 7 + x[0] * 2  # noqa: E731
+    assert prove(reused, expected, inputs=(ROWS,)).is_at_least("rounds elsewhere")
+    other = lambda x: x * (torch.arange(40.0) / 39 + 7) + x[0] * 2  # noqa: E731
+    for first, second in ((reused, other), (other, reused)):
+        assert prove(first, second, inputs=(ROWS,)).kind == "another function"
 
 
 def rms(eps, after=False):

@@ -6,6 +6,7 @@ import copy
 import os
 import random
 import types
+from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -671,6 +672,90 @@ def test_a_tensor_that_is_an_attribute_of_a_tensor_is_a_result(left):
     assert vars(model.weight).keys() == {"kept"}
     assert not model.weight.kept.any()
     assert not vars(model.weight.kept)
+
+
+class Cache:
+    """What a module holds beside its parameters, as keys of attention."""
+
+    def __init__(self):
+        self.keys, self.count, self.parts = None, 0, []
+
+
+class Slots:
+    __slots__ = ("keys",)
+
+    def __init__(self):
+        self.keys = None
+
+
+class Holding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.cache, self.slots, self.names = Cache(), Slots(), SimpleNamespace(keys=None)
+        self.inner = SimpleNamespace(cache=Cache())
+        self.recent, self.array = deque(), np.zeros(2)
+
+
+LEFT_IN_OBJECTS = {  # what a step leaves in an object that a module holds, with a factor
+    "an object": ("cache.keys", lambda m, x, k: setattr(m.cache, "keys", k * x)),
+    "slots": ("slots.keys", lambda m, x, k: setattr(m.slots, "keys", k * x)),
+    "a namespace": ("names.keys", lambda m, x, k: setattr(m.names, "keys", k * x)),
+    "an object of an object": (
+        "inner.cache.keys",
+        lambda m, x, k: setattr(m.inner.cache, "keys", k * x),
+    ),
+    "a list of an object": ("cache.parts[0]", lambda m, x, k: m.cache.parts.append(k * x)),
+    "a count of an object": ("cache.count", lambda m, x, k: setattr(m.cache, "count", k)),
+    "a count of the last": (
+        "inner.cache.count",
+        lambda m, x, k: setattr(m.inner.cache, "count", k),
+    ),
+    "a deque": ("recent[0]", lambda m, x, k: m.recent.append(k * x)),
+    "an array": ("array", lambda m, x, k: setattr(m, "array", k * np.ones(2))),
+    "an array in place": ("array", lambda m, x, k: m.array.__iadd__(k)),
+    "an object of a weight": (
+        "linear.weight.kept.keys",
+        lambda m, x, k: setattr(m.linear.weight, "kept", SimpleNamespace(keys=k * x)),
+    ),
+}
+
+
+@pytest.mark.parametrize("left", LEFT_IN_OBJECTS)
+def test_what_a_call_leaves_in_an_object_that_a_module_holds_is_a_result(left):
+    name, leave = LEFT_IN_OBJECTS[left]
+
+    def step(k):
+        def call(module, x):
+            leave(module, x, k)
+            return module.linear(x)
+
+        return call
+
+    module = Holding()
+    assert kind_of(step(2), step(2), module, X.clone())[0] == "identical"
+    kind, text = kind_of(step(2), step(1), module, X.clone())
+    assert kind == "another function"
+    assert f" {name} afterwards" in text
+    assert kind_of(lambda m, x: m.linear(x), step(1), module, X.clone())[0] == "another function"
+    assert (module.cache.keys, module.cache.count, module.cache.parts) == (None, 0, [])
+    assert not module.recent
+    assert not module.array.any()
+
+
+def test_attributes_of_a_result_are_results():
+    def call(k):
+        def run(x):
+            made = 2 * x
+            made.aux = k * x
+            return made
+
+        return run
+
+    assert kind_of(call(2), call(2), X)[0] == "identical"
+    kind, text = kind_of(call(2), call(3), X)
+    assert kind == "another function"
+    assert "output 0.aux" in text
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,15 @@ def test_a_ring_is_the_whole_attention(gt_mesh, is_causal, is_balanced):
 
 @pytest.mark.second_tier
 @pytest.mark.gt_world("simulated", size=4, mesh={"cp": 4})
-def test_a_longer_ring(gt_mesh):
-    assert prove_ring(gt_mesh, is_causal=True, is_balanced=True).kind == "reordered"
+@pytest.mark.parametrize(
+    "is_balanced",
+    [
+        pytest.param(False, id="causal"),
+        pytest.param(True, id="balanced", marks=pytest.mark.long),
+    ],
+)
+def test_a_longer_ring(gt_mesh, is_balanced):
+    assert prove_ring(gt_mesh, is_causal=True, is_balanced=is_balanced).kind == "reordered"
 
 
 @pytest.mark.second_tier

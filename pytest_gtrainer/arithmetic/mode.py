@@ -289,7 +289,7 @@ class ArithmeticMode(TorchDispatchMode):
         self._keep_wide(result, wide)
 
     def _keep_table(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> None:
-        """Compute a known table in float64, too, if digits are kept; else note that there is one."""
+        """Compute a known table in float64, too, if digits are kept; else note that it is there."""
         if is_view(func) or not result.is_floating_point() or result.dtype == torch.float64:
             return
         if base_name(func) in UNINITIALISED:

@@ -438,17 +438,18 @@ def _sent(gm: fx.GraphModule) -> Counter[str]:
 def keeps_metadata(run: PassRun) -> None:
     given = graph_of(run.recipe)
     before = {node: f"{node_fqn(node)} {direction(node)}" for node in given.graph.nodes}
+    # The trace itself leaves results that no kernel computes, such as a gradient nobody asks for.
+    without = {node for node in before if "val" not in node.meta}
+    names_without = {(node.name, node.target) for node in without}
     after = run.of(given)
     # By the names that the pass may have given them, before it made a copy.
     by_name = {(node.name, node.target): words for node, words in before.items()}
-    # The trace itself leaves results that no kernel computes, such as a gradient nobody asks for.
-    without = {(node.name, node.target) for node in before if "val" not in node.meta}
     # A pass that makes a new graph leaves no node of the given one. A namesake may be another node,
     # so of these it only counts that none has lost its module.
     is_new = before.keys().isdisjoint(after.graph.nodes)
     for node in after.graph.nodes:
-        lacks_value = node.op == "call_function" and "val" not in node.meta
-        if lacks_value and (node.name, node.target) not in without:
+        lacked = node in without or (is_new and (node.name, node.target) in names_without)
+        if node.op == "call_function" and "val" not in node.meta and not lacked:
             raise AssertionError(f'{node} = {node.target} has no meta["val"]')
         now = f"{node_fqn(node)} {direction(node)}"
         was = before.get(node, now)

@@ -84,8 +84,8 @@ class Comparison:
         element: lines that name the first element of the first difference, if values were kept.
         sizes: lines that say how far apart losses are, and at which step they part; and if values
             were kept, how far each tensor has moved, the furthest first.
-        exact: a line on the first of data, random states and options that differs, which no
-            rounding moves, if the first difference of all may be a rounding.
+        exact: a line on the first of data, random states and options that differs, which rounding
+            seldom moves, if the first difference of all may be one.
         places: lines that say where the trainers call what the first phase that differs lies
             between.
         notes: what was not compared, and what is missing on either side.
@@ -480,7 +480,7 @@ class _Comparing:
         return [f"losses are at most {furthest:.1g} apart in {len(apart)} steps"]
 
     def _describe_exact(self, first: Difference) -> str:
-        """Say where what no rounding moves differs, if the first difference may be a rounding.
+        """Say where what rounding seldom moves differs, if the first difference may be a rounding.
 
         Else the rounding of the first step, as of compiled code, would hide a wrong schedule, or
         data in another order, of a later one.
@@ -491,7 +491,7 @@ class _Comparing:
         _Comparing(result, self.a_steps, self.b_steps, rounds=True).run({}, {})
         if not result.differences:
             return ""
-        return f"no rounding moves this, which differs, too: {result.differences[0]}"
+        return f"what rounding seldom moves differs, too: {result.differences[0]}"
 
     def _shared_phases(self) -> list[str]:
         """Return the phases that both records have, and note the others."""

@@ -199,6 +199,7 @@ class Recorder:
         self.phases = {}
         with torch.no_grad(), without_modes():
             if self.model is not None:
+                _reshard(self.model)
                 self._add("end", _state_of(self.model))
             self._add_beside("end")
             if self.phases:
@@ -564,6 +565,14 @@ def _tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
     for path, leaf in pytree.tree_flatten_with_path(value)[0]:
         if isinstance(leaf, Tensor):
             yield pytree.keystr(path), leaf
+
+
+def _reshard(model: nn.Module) -> None:
+    """Let FSDP2 free what a validation has gathered: its copies may have another dtype."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # else nothing is sharded by it
+    for module in model.modules():
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 def _state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -41,32 +41,19 @@ def deduplicate_fsdp_unshard_chains_pass(
     """Let every later reader of a gathered parameter use the first all-gather, in place.
 
     No bit changes. Duplicates have the same parameter, direction, group and dtype, the same
-    operators between shard and gather, and nothing writes to what these read or make, from the
-    first of them on; so a gather that the backward recomputes stays.
+    operators between shard and gather, and nothing writes to what one of these makes, nor to what
+    it reads before its counterpart has; so a gather that the backward recomputes stays.
     Each gradient contribution keeps its reduction: only a tracer can join these
     (``trace_step(reuse_gathers=True)``). Linear in nodes.
     """
     first: dict[tuple[Any, ...], FsdpCollective] = {}
-    duplicates, written = [], writes(gm.graph)
-
-    def is_written(value: fx.Node, after: fx.Node, before: fx.Node | None = None) -> bool:
-        writers = written.get(storage_of(value), ())
-        return any(after < writer and (before is None or writer < before) for writer in writers)
-
+    duplicates, written = [], _Written(gm.graph)
     for member in fsdp_all_gathers(gm):
         key = (member.position, member.direction, member.signature, _spell_chain(member))
         kept = first.setdefault(key, member)
-        is_other_value = is_written(kept.wait, after=kept.launch)
-        # A chain may begin long before its gather: what it has read counts from there.
-        nodes = (*kept.chain, kept.launch, *member.chain, member.launch)
-        begin = min(nodes)
-        for node in nodes:
-            is_other_value |= is_random(node)
-            for source in node.all_input_nodes:
-                is_other_value |= is_written(source, after=begin, before=member.launch)
-        if is_other_value:
+        if written(kept.wait, after=kept.launch) or _has_other_value(member, kept, written):
             first[key] = member
-        elif kept is not member and not is_written(member.wait, after=member.launch):
+        elif kept is not member and not written(member.wait, after=member.launch):
             duplicates.append((member, kept))
     for member, kept in duplicates:
         if member.wait < kept.wait:
@@ -77,6 +64,38 @@ def deduplicate_fsdp_unshard_chains_pass(
             if not node.users:  # a cast may feed both all-gathers
                 gm.graph.erase_node(node)
     return bool(duplicates)
+
+
+class _Written:
+    """Says whether a graph writes to the memory of a value between two of its nodes."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._writers = writes(graph)
+
+    def __call__(self, value: fx.Node, after: fx.Node, before: fx.Node | None = None) -> bool:
+        writers = self._writers.get(storage_of(value), ())
+        return any(after < writer and (before is None or writer < before) for writer in writers)
+
+
+def _has_other_value(member: FsdpCollective, kept: FsdpCollective, written: _Written) -> bool:
+    """Return whether a gather may have another value than an earlier one of the same operators.
+
+    A chain may begin long before its gather, so each of its operators counts by itself.
+    """
+    ours, theirs = (*kept.chain, kept.launch), (*member.chain, member.launch)
+    for node, other in zip(ours, theirs, strict=True):
+        if is_random(node):
+            return True
+        begin, end = min(node, other), max(node, other)
+        shards = set(node.all_input_nodes).difference(ours)
+        if any(written(shard, after=begin, before=end) for shard in shards):
+            return True
+    for nodes in (ours, theirs):
+        for node in nodes:
+            for source in set(node.all_input_nodes).intersection(nodes):
+                if written(source, after=source, before=node):
+                    return True
+    return False
 
 
 def _spell_chain(member: FsdpCollective) -> str:

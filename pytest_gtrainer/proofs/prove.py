@@ -693,6 +693,8 @@ def _why_no_element_decides(
     """
     has_empty = any(run.arithmetic.empty or run.arithmetic.empty_inputs for run in runs)
     has_nan = bool(_assumed_of_nan(runs))
+    for real in runs[1].real.values():
+        has_nan = has_nan or (real.is_floating_point() and bool(real.isnan().any()))
     if not _on_any_rank(programs, has_empty or has_nan):
         return ""
     arithmetic.set_seed(runs[1].arithmetic.seed + 1)

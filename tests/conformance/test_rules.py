@@ -113,6 +113,12 @@ def forgets_values(gm, plan):
     return gm
 
 
+def forgets_a_value_that_it_was_given(gm, plan):
+    gm = ours(gm, bucket_plan=plan)
+    del found(gm, aten.tanh.default)[-1].meta["val"]
+    return gm
+
+
 def forgets_modules(gm, plan):
     gm = ours(gm, bucket_plan=plan)
     found(gm, aten.tanh.default)[0].meta["custom"] = {}
@@ -295,6 +301,7 @@ MISTAKES = [
     ("D9", negates, "after negates against before"),
     ("D9", swaps_gradients, "after swaps_gradients against before"),
     ("metadata", forgets_values, 'has no meta\\["val"\\]'),
+    ("metadata", forgets_a_value_that_it_was_given, 'tanh.* has no meta\\["val"\\]'),
     ("metadata", forgets_modules, "was of layers.0 fwd and is of  fwd"),
     ("metadata", copies_without_modules, "was of tok_embeddings fwd and is of  fwd"),
     ("metadata", renames_and_copies_without_modules, "was of .* and is of  fwd"),

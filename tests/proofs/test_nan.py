@@ -42,6 +42,17 @@ def test_a_loss_of_ignored_labels_proves_nothing(loss_of):
     assert proof.kind == "identical"
 
 
+@pytest.mark.parametrize("loss_of", [F.cross_entropy, masked_mean])
+def test_a_loss_of_ignored_labels_alone_proves_nothing(loss_of):
+    """Without a backward, too, and whatever the kernels are."""
+    for change in (lambda x: 3 * x, lambda x: x + x, torch.sin):
+        made = lambda x, labels, change=change: loss_of(change(x), labels)  # noqa: E731
+        proof = prove(made, loss_of, inputs=(X, IGNORED))
+        assert proof.kind == "unknown", str(proof)
+        assert "NaN" in proof.reason
+    assert prove(loss_of, loss_of, inputs=(X, IGNORED)).kind == "identical"
+
+
 NOTHING_BUT_NAN = {
     "a factor": (lambda x: 3 * x * NAN, lambda x: x.sin() * NAN),
     "a difference of infinities": (lambda x: 3 * x + INF - INF, lambda x: x + INF - INF),

@@ -21,9 +21,13 @@ SMALL = {
     "dp2": Combination({"dp": 2}, LAYER),
     "rep2-dp2": Combination({"rep": 2, "dp": 2}, LAYER),
     "dp2-tp2": Combination({"dp": 2, "tp": 2}, replace(GROUPED, n_layers=1)),
+    # Extents that differ, so that a division by the wrong one shows.
+    "dp3-tp2": Combination({"dp": 3, "tp": 2}, replace(GROUPED, n_layers=1)),
     "dp2-sp2": Combination({"dp": 2, "tp": 2}, LAYER, sequence=True),
     "dp2-cp2-gather": Combination({"dp": 2, "cp": 2}, LAYER),
     "dp2-cp2-ulysses": Combination({"dp": 2, "cp": 2}, LAYER, context="ulysses"),
+    "cp2-tp2-ulysses": Combination({"cp": 2, "tp": 2}, LAYER, context="ulysses"),
+    "pp2-dp2-tp2": Combination({"pp": 2, "dp": 2, "tp": 2}),
     "pp2-dp2-interleaved": Combination({"pp": 2, "dp": 2}, FOUR_LAYERS, stages=2),
     "pp2-tp2": Combination({"pp": 2, "tp": 2}),
     "dp2-ep2": Combination({"dp": 2, "ep": 2}, ROUTED_LAYER),

@@ -359,9 +359,31 @@ class RunToRun:
         return "\n".join(lines)
 
 
+def _chosen(pressures: Sequence[Pressure], without: Sequence[str]) -> list[Pressure]:
+    """Return the pressures whose names are not among ``without``."""
+    for pressure in pressures:
+        if not isinstance(pressure, Pressure):
+            raise TypeError(
+                f"pressures has {pressure!r}: give a Pressure(name, run), or some of PRESSURES: "
+                f"{', '.join(each.name for each in PRESSURES)}"
+            )
+    facts.check_type(without, (list, tuple), "without", "a list of names of pressures")
+    names = [each.name for each in pressures]
+    for name in without:
+        if name not in names:
+            known = ", ".join(names)
+            raise ValueError(f"without has {name!r}, which is no pressure: there are {known}")
+    return [each for each in pressures if each.name not in without]
+
+
 @facts.check
 def assert_run_to_run(
-    function: Function, runs: int = 3, *, pressures: Sequence[Pressure] = PRESSURES, what: str = ""
+    function: Function,
+    runs: int = 3,
+    *,
+    pressures: Sequence[Pressure] = PRESSURES,
+    without: Sequence[str] = (),
+    what: str = "",
 ) -> RunToRun:
     """Fail unless ``function()`` gives the same bits again, and under every pressure.
 
@@ -369,26 +391,22 @@ def assert_run_to_run(
         function: makes its own inputs and returns tensors: a record, mapping, list or module. For
             the run in another process it has to be defined at the top level of a module.
         runs: how many plain runs, the first included.
-        pressures: what else to try. Sums that are divided among threads fail under another number
-            of threads.
+        pressures: what else to try.
+        without: names of pressures to leave out, such as ``["2 threads"]``: sums that are divided
+            among threads fail under another number of them.
         what: what is run, for the message.
 
     Raises:
         BitwiseDifference: naming the pressure, and the difference at its origin; or the second run
             returns what the first one made.
         TypeError: one of ``pressures`` is none.
-        ValueError: less than two runs.
+        ValueError: less than two runs, or ``without`` has a name of no pressure.
     """
     __tracebackhide__ = True
     facts.check_callable(function=function)
     if runs < 2:
         raise ValueError(f"runs={runs}: one run has nothing to be compared with")
-    for pressure in pressures:
-        if not isinstance(pressure, Pressure):
-            raise TypeError(
-                f"pressures has {pressure!r}: give a Pressure(name, run), or some of PRESSURES: "
-                f"{', '.join(each.name for each in PRESSURES)}"
-            )
+    pressures = _chosen(pressures, without)
     report, cuda_started = RunToRun(), torch.cuda.is_initialized()
     last: Tensors = {}
 

@@ -704,3 +704,21 @@ def test_places_of_a_selection_stay_apart():
 
     with pytest.raises(BitwiseDifference):
         assert_run_to_run(only_the_first_step_changes)
+
+
+def test_pressures_are_left_out_by_name():
+    names = list(BY_NAME)
+    made = lambda: [torch.ones(3)]  # noqa: E731
+    report = assert_run_to_run(
+        made, 2, without=[name for name in names if name != "other addresses"]
+    )
+    assert report.equal == ["run 2", "other addresses"]
+    some = [BY_NAME["other addresses"], BY_NAME["2 threads"]]
+    assert assert_run_to_run(made, 2, pressures=some, without=("other addresses",)).equal == [
+        "run 2",
+        "2 threads",
+    ]
+    with pytest.raises(ValueError, match="'2 thread', which is no pressure: there are other add"):
+        assert_run_to_run(made, 2, without=["2 thread"])
+    with pytest.raises(TypeError, match="without is '2 threads'"):
+        assert_run_to_run(made, 2, without="2 threads")

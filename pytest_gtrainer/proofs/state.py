@@ -28,6 +28,8 @@ from pytest_gtrainer.numerics import knobs
 from pytest_gtrainer.numerics.compare import compare
 from pytest_gtrainer.numerics.graph_run import has_storage, spell_values
 
+_MOST_ITEMS = 10_000
+"""Of a container in a user's object; more are data."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _OF_TORCH = ("_dynamo_", "_has_dynamo_", "_specialize_on", "_is_buffer", "persistent")
 """Prefixes of attributes of tensors that change no number.
@@ -313,7 +315,19 @@ def _tensors_in(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Te
         elif _is_an_object(leaf) and id(leaf) not in seen:
             seen.add(id(leaf))
             for own, each in _directly_held_by(leaf):
-                yield from _tensors_in(f"{where}.{own}", each, seen)
+                if _is_long(each):
+                    continue
+                for at, held in _tensors_in(f"{where}.{own}", each, seen):
+                    if isinstance(held, nn.Module):  # it is copied with the object
+                        for path, tensor in (*held.named_parameters(), *held.named_buffers()):
+                            yield f"{at}.{path}", tensor
+                    else:
+                        yield at, held
+
+
+def _is_long(value: Any) -> bool:
+    """Return whether a value is a container of so many items that nobody looks through them."""
+    return isinstance(value, list | tuple | dict | deque) and len(value) > _MOST_ITEMS
 
 
 def _is_array_of_numbers(value: Any) -> bool:
@@ -321,7 +335,9 @@ def _is_array_of_numbers(value: Any) -> bool:
     numpy = sys.modules.get("numpy")  # torch runs without it
     if numpy is None or not isinstance(value, numpy.ndarray):
         return False
-    return value.dtype.kind in "fi" and value.dtype.isnative and min(value.strides, default=0) >= 0
+    kind = value.dtype
+    has_whole_steps = all(step >= 0 and step % kind.itemsize == 0 for step in value.strides)
+    return kind.kind in "fi" and kind.isnative and kind.itemsize <= 8 and has_whole_steps
 
 
 def _is_an_object(value: Any) -> bool:
@@ -336,7 +352,7 @@ def _numbers_of_objects(name: str, value: Any, seen: set[int]) -> Iterator[tuple
         return
     seen.add(id(value))
     for own, each in _directly_held_by(value):
-        if _is_number(each):
+        if _is_number(each) and not _is_long(each):
             yield f"{name}.{own}", each
         yield from _numbers_of_objects(f"{name}.{own}", each, seen)
 
@@ -773,7 +789,10 @@ def copy_of(values: list[Any]) -> list[Any]:
         have_attributes.add(id(own))
         # A parameter's own ``deepcopy`` leaves them behind.
         for name in vars(own).keys() - vars(new).keys():
-            setattr(new, name, pytree.tree_map(copied, vars(own)[name]))
+            setattr(new, name, pytree.tree_map(copied_with_objects, vars(own)[name]))
+
+    def copied_with_objects(leaf: Any) -> Any:
+        return copy.deepcopy(leaf, memo) if _is_an_object(leaf) else copied(leaf)
 
     def copied(leaf: Any) -> Any:
         # ``deepcopy`` refuses tensors that autograd has computed.

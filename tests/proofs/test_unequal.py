@@ -743,6 +743,55 @@ def test_what_a_call_leaves_in_an_object_that_a_module_holds_is_a_result(left):
     assert not module.array.any()
 
 
+def test_an_object_that_a_weight_has_is_copied_for_each_run():
+    module = nn.Linear(4, 3)
+    module.weight.meta = SimpleNamespace(total=torch.zeros(3, 4), parts=[torch.zeros(3)])
+
+    def step(k):
+        def call(m, x):
+            loss = m(x).square().mean()
+            loss.backward()
+            m.weight.meta.total.add_(k * m.weight.grad)
+            return loss
+
+        return call
+
+    assert kind_of(step(1), step(1), module, X)[0] == "identical"
+    kind, text = kind_of(step(2), step(1), module, X)
+    assert kind == "another function"
+    assert "weight.meta.total afterwards" in text
+    assert not module.weight.meta.total.any()
+
+
+RECORDS = np.zeros(3, dtype=[("a", "f4"), ("b", "f8")])
+ARRAYS = {
+    "long doubles": np.zeros(2, dtype=np.longdouble),
+    "a field of records": RECORDS["b"],
+    "reversed": np.zeros(4)[::-1],
+    "texts": np.array(["a", "b"]),
+    "objects": np.array([None, 1], dtype=object),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_that_are_no_tensors_are_left_alone(name):
+    module = nn.Linear(4, 3)
+    module.array = ARRAYS[name]
+    call = lambda m, x: m(x)  # noqa: E731
+    assert kind_of(call, call, module, X)[0] == "identical"
+
+
+def test_a_module_of_an_object_has_known_numbers():
+    """A copy of the whole has a copy of it."""
+    module = nn.Linear(4, 3)
+    module.helper = SimpleNamespace(other=nn.Linear(4, 3), rows=[0] * 20_000)
+    call = lambda m, x: m(x) + m.helper.other(x)  # noqa: E731
+    kind, text = kind_of(call, call, module, X)
+    assert kind == "identical"
+    assert "known" in text or "given numbers" in text
+    assert kind_of(call, lambda m, x: m(x), module, X)[0] == "another function"
+
+
 def test_attributes_of_a_result_are_results():
     def call(k):
         def run(x):

@@ -680,6 +680,35 @@ def _are_nan(run: ProgramRun, key: Key) -> Tensor:
     return run.arithmetic.not_finite(run.results[key].elements)[2]
 
 
+def _nan_for_any_numbers(programs: Sequence[Program], run: ProgramRun) -> dict[Key, Tensor]:
+    """Return by result of the second program which elements are NaN, whatever the inputs are.
+
+    An element does not always show it: that of a mean over ignored labels is an unknown function.
+    There a real result is NaN, and with other numbers it is, too.
+    """
+    found: dict[Key, Tensor] = {}
+    is_open = False
+    for key, result in run.results.items():
+        if result.is_known or not result.elements.numel():
+            continue
+        found[key] = _are_nan(run, key)
+        real = run.real.get(key)
+        # Where elements were compared the real numbers followed these, and mean nothing.
+        if real is not None and real.shape == found[key].shape and not run.arithmetic.decisions:
+            is_open = is_open or bool((real.isnan() & ~found[key]).any())
+    if not _on_any_rank(programs, is_open):
+        return found
+    try:
+        others = programs[1].run(Numbers(2)).results
+    except NoMeaning:
+        return found
+    for key, is_nan in found.items():
+        other = others.get(key)
+        if other is not None and not other.is_known and other.elements.shape == is_nan.shape:
+            found[key] = is_nan | numbers_of(other.elements).isnan()
+    return found
+
+
 def _why_no_element_decides(
     programs: Sequence[Program], runs: Sequence[ProgramRun], arithmetic: Arithmetic
 ) -> str:
@@ -692,17 +721,22 @@ def _why_no_element_decides(
         arithmetic: an arithmetic of the kind of the runs, in which nothing has run.
     """
     has_empty = any(run.arithmetic.empty or run.arithmetic.empty_inputs for run in runs)
-    has_nan = bool(_assumed_of_nan(runs))
-    for real in runs[1].real.values():
-        has_nan = has_nan or (real.is_floating_point() and bool(real.isnan().any()))
+    nan = _nan_for_any_numbers(programs, runs[1])
+    has_nan = any(bool(each.any()) for each in nan.values())
     if not _on_any_rank(programs, has_empty or has_nan):
         return ""
-    arithmetic.set_seed(runs[1].arithmetic.seed + 1)
-    other = programs[1].run(arithmetic)
     decides = False
-    for key, result in runs[1].results.items():
-        if not result.is_known and key in other.results:
-            decides = decides or not result.equals(other.results[key])
+    arithmetic.set_seed(runs[1].arithmetic.seed + 1)
+    try:
+        other = programs[1].run(arithmetic)
+    except NoMeaning:
+        decides = True  # by other numbers it takes another way
+    else:
+        for key, is_nan in nan.items():
+            is_other = key not in other.results or not runs[1].results[key].equals(
+                other.results[key]
+            )
+            decides = decides or (is_other and not bool(is_nan.all()))
     if _on_any_rank(programs, decides):
         return ""
     if has_nan and not has_empty:
@@ -863,7 +897,7 @@ def _equal(
     if answer.unchecked:
         assumes += (answer.unchecked,)
     assumes += _assumed_of_launches(programs) + _assumed_of_state(programs)
-    assumes += _assumed_of_empty(programs, answer.runs) + _assumed_of_nan(answer.runs)
+    assumes += _assumed_of_empty(programs, answer.runs) + _assumed_of_nan(programs, answer.runs[1])
     return Proof(
         kind,
         compared=_count_results(programs, answer.runs[1]),
@@ -925,13 +959,11 @@ def _assumed_of_empty(programs: Sequence[Program], runs: Sequence[ProgramRun]) -
     return describe_empty(arithmetics, results, in_world=_is_in_world(programs))
 
 
-def _assumed_of_nan(runs: Sequence[ProgramRun]) -> tuple[str, ...]:
+def _assumed_of_nan(programs: Sequence[Program], run: ProgramRun) -> tuple[str, ...]:
     """Name results of which elements are NaN for any numbers."""
     counts: dict[str, int] = {}
-    for (name, rank), result in runs[1].results.items():
-        if not result.is_known:
-            is_nan = _are_nan(runs[1], (name, rank))
-            counts[name] = counts.get(name, 0) + int(is_nan.sum())
+    for (name, _), is_nan in _nan_for_any_numbers(programs, run).items():
+        counts[name] = counts.get(name, 0) + int(is_nan.sum())
     found = []
     for name, count in counts.items():
         if count:

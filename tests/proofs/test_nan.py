@@ -50,7 +50,21 @@ def test_a_loss_of_ignored_labels_alone_proves_nothing(loss_of):
         proof = prove(made, loss_of, inputs=(X, IGNORED))
         assert proof.kind == "unknown", str(proof)
         assert "NaN" in proof.reason
-    assert prove(loss_of, loss_of, inputs=(X, IGNORED)).kind == "identical"
+    for beside in (lambda loss, x: loss + x.sum(), lambda loss, x: (loss, loss * x)):
+        made, plain = (
+            lambda x, labels, k=k, beside=beside: beside(loss_of(k * x, labels), x) for k in (3, 1)
+        )
+        assert prove(made, plain, inputs=(X, IGNORED)).kind == "unknown"
+
+
+@pytest.mark.parametrize("loss_of", [F.cross_entropy, masked_mean])
+def test_a_loss_of_ignored_labels_is_counted_beside_numbers(loss_of):
+    made, plain = (
+        lambda x, labels, k=k: (loss_of(k * x, labels), x.exp() * x.sum()) for k in (3, 1)
+    )
+    proof = prove(made, plain, inputs=(X, IGNORED))
+    assert proof.is_at_least("rounds elsewhere"), str(proof)
+    assert "elements that are NaN are equal, whatever computes them: 1 of output 0" in proof.assumes
 
 
 NOTHING_BUT_NAN = {

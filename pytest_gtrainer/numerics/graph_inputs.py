@@ -266,14 +266,14 @@ def replace_elements(
     Of more values than places, the first is the one at ``seed + shift``, and each shift has other
     places. ``values`` stand for those of the kind.
     """
+    if extreme is Extreme.ROWS:
+        kinds = extreme.values(tensor.dtype.to_real())
+        _replace_rows(tensor, kinds[shift % len(kinds)])
+        return
     parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     for dim, stride in enumerate(parts.stride()):
         if stride == 0:  # an expanded tensor, which torch does not write to
             parts = parts.narrow(dim, 0, 1)
-    if extreme is Extreme.ROWS:
-        values = extreme.values(parts.dtype)
-        _replace_rows(parts, values[shift % len(values)])
-        return
     numel = parts.numel()
     generator = torch.Generator().manual_seed(seed)
     count = extreme.count(numel)
@@ -292,6 +292,9 @@ def replace_elements(
 
 def _replace_rows(tensor: Tensor, value: float) -> None:
     """Write a value to all of the first row of a tensor, of the third, and so on."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:  # an expanded tensor, which torch does not write to
+            tensor = tensor.narrow(dim, 0, 1)
     shape = (*tensor.shape[:-1], 1) if tensor.dim() else ()
     rows = torch.arange(math.prod(shape), device=tensor.device).view(shape)
     tensor.copy_(torch.where(rows % 2 == 0, value, tensor))

@@ -785,6 +785,7 @@ class Found:
         words: how it fails; "" if it does on no graph.
         seconds: until then.
         state: numbers of graphs.
+        proven: how many graphs that the pass has changed were found equal.
         file: the graph, reduced if that was asked for.
         nodes: of the reduced graph.
         whole: seconds until it was reduced.
@@ -793,6 +794,7 @@ class Found:
     words: str
     seconds: float
     state: str
+    proven: int = 0
     file: str = ""
     nodes: int = 0
     whole: float = 0.0
@@ -833,16 +835,16 @@ def search(
             refused += f" ({count}: {words[:90]})"
         state = f"{fuzzer.state(spent)}, {refused}"
         if not failures:
-            return Found("", spent, state)
+            return Found("", spent, state, fuzzer.changed - fuzzer.unknown.total())
         failure, spent = failures[0]
         [path] = fuzzer.found.values()
         words = f"{failure.kind}: {failure.words}"
         if not reducing:
-            return Found(words, spent, state, str(path))
+            return Found(words, spent, state, file=str(path))
         text = path.read_text()
         nodes = len(computed(graphtext.parse(text)))
         whole = time.process_time() - begun
-        return Found(words, spent, state, text, nodes, whole)
+        return Found(words, spent, state, 0, text, nodes, whole)
 
 
 def main() -> None:

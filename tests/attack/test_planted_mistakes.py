@@ -62,3 +62,4 @@ def test_without_a_mistake_nothing_is_found(name):
     setting = SETTINGS[name]
     found = search(setting, unchanged(setting.module), seconds=1)
     assert not found.words, f"{found.words}\n{found.file}"
+    assert found.proven, found.state

@@ -204,6 +204,12 @@ def test_every_other_row_is_negative_and_large_then_infinite(dtype):
         assert torch.equal(made[..., 0], made[..., 1])
         return made[..., 0].flatten().tolist()
 
+    expanded = torch.ones(1, 3).expand(2, 3)
+    replace_elements(expanded, Extreme.ROWS, seed=5)
+    assert expanded.tolist() == [[-2e4] * 3] * 2
+    parts = torch.ones(3, 2, dtype=torch.complex64)
+    replace_elements(parts, Extreme.ROWS, seed=5)
+    assert parts.tolist() == [[-2e4, -2e4], [1, 1], [-2e4, -2e4]]
     low = torch.tensor(-2e4, dtype=dtype).item()
     assert of_rows(0) == [low, 1, low, 1, low, 1]
     assert of_rows(1) == [-torch.inf, 1, -torch.inf, 1, -torch.inf, 1]

@@ -290,6 +290,25 @@ def spell_some(items: Sequence[object], most: int = 3) -> str:
     return shown
 
 
+def hides_frames(error: Any) -> bool:
+    """Return whether pytest leaves frames of this package out of a traceback.
+
+    They say nothing of a verdict, a refusal, or an error in a user's model. An error of our own
+    shows all. For ``__tracebackhide__`` of a module.
+
+    Args:
+        error: the ``ExceptionInfo`` of pytest, or None.
+    """
+    if error is None:
+        return True
+    raised_in = str(error.traceback[-1].frame.f_globals.get("__name__"))
+    is_ours = raised_in.startswith("pytest_gtrainer.")
+    return not is_ours or isinstance(error.value, (FailedCheck, ValueError, TypeError))
+
+
+__tracebackhide__ = hides_frames
+
+
 def has_words(text: str, words: str) -> bool:
     r"""Return whether a text has these words, whole ones.
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pytest_gtrainer import facts
 from pytest_gtrainer._torch.arithmetic import (
     HigherOrderOperator,
     TorchDispatchMode,
@@ -70,6 +71,8 @@ from pytest_gtrainer.graph.nodes import (
     tensors_in,
 )
 from pytest_gtrainer.graph.nodes import Call as OperatorCall
+
+__tracebackhide__ = facts.hides_frames
 
 _OUT_OF_PLACE = names("all_reduce all_reduce_coalesced broadcast")
 _READS = names("_local_scalar_dense allclose equal is_nonzero item")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from pytest_gtrainer import facts
 from pytest_gtrainer._torch.random_states import UNUSUAL_SEED, random_state, random_states_kept
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.arithmetic.base import Arithmetic
@@ -49,6 +50,8 @@ from pytest_gtrainer.worlds.simulate import AnyWorld, net_of_any, run_on_net
 from pytest_gtrainer.worlds.simulated.interpreter.program import NodeByNode
 from pytest_gtrainer.worlds.simulated.interpreter.values import RankRandomStates, at
 from pytest_gtrainer.worlds.simulated.net import Net
+
+__tracebackhide__ = facts.hides_frames
 
 Key = tuple[str, int | None]
 """The name of a result, and in a world the rank."""

@@ -94,6 +94,8 @@ from pytest_gtrainer.proofs.structure import prove_by_structure
 from pytest_gtrainer.worlds.simulate import AnyWorld, net_of_any
 from pytest_gtrainer.worlds.spec import World
 
+__tracebackhide__ = facts.hides_frames
+
 
 def _have_functions(first: Sequence[Arithmetic]) -> bool:
     """Return whether exp, log or roots were computed.

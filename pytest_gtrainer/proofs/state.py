@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pytest_gtrainer import facts
 from pytest_gtrainer._torch.arithmetic import is_compiled
 from pytest_gtrainer._torch.autograd import hooks_of, method_of_hook
 from pytest_gtrainer._torch.modes import MODES, SETTINGS, spell_mode
@@ -27,6 +28,8 @@ from pytest_gtrainer.graphtext.identity import code_of
 from pytest_gtrainer.numerics import knobs
 from pytest_gtrainer.numerics.compare import compare
 from pytest_gtrainer.numerics.graph_run import has_storage, spell_values
+
+__tracebackhide__ = facts.hides_frames
 
 _MOST_ITEMS = 10_000
 """Of a container in a user's object; more are data."""

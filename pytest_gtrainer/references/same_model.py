@@ -66,6 +66,8 @@ from pytest_gtrainer.worlds.simulated import VacuousCheck
 from pytest_gtrainer.worlds.simulated.net import NetModel
 from pytest_gtrainer.worlds.simulated.threads.run import run_threads
 
+__tracebackhide__ = facts.hides_frames
+
 _CASTS: Mapping[Kind, str] = {"reordered": "opaque", "rounds elsewhere": "identity"}
 _LAST: Kind = "rounds elsewhere"
 

@@ -14,9 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pytest_gtrainer import facts
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.facts import check_callable, check_type
 from pytest_gtrainer.references.sides import Combine, Models, SideResults, data_coordinate
+
+__tracebackhide__ = facts.hides_frames
 
 _DEFAULT_DATA_DIMS = ("dp",)
 

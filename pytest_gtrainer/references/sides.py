@@ -44,6 +44,8 @@ from pytest_gtrainer.references.buffers import (
 )
 from pytest_gtrainer.references.first_module import Calls
 
+__tracebackhide__ = facts.hides_frames
+
 Step: TypeAlias = Callable[..., Any]
 Batch: TypeAlias = Callable[[int], Sequence[Any]]
 Combine: TypeAlias = Literal["mean", "sum"] | Callable[[Sequence[Tensor]], Tensor]

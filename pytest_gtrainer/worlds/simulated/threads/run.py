@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from pytest_gtrainer import facts
 from pytest_gtrainer._torch import threads as torch_threads
 from pytest_gtrainer._torch.process_groups import forget_meshes
 from pytest_gtrainer.facts import emit, long_work
@@ -28,6 +29,8 @@ from pytest_gtrainer.worlds.simulated.threads.team import (
     TimeLimit,
     state_kept,
 )
+
+__tracebackhide__ = facts.hides_frames
 
 LIMIT = 300.0
 _GRACE = 2.0

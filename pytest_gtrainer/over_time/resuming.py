@@ -110,10 +110,11 @@ def assert_resumes(
                 "it after steps that change it"
             )
         faults += _said_of_repeated_data(whole, at, steps)
+        forgotten = _of_all_ranks(runs.forgotten)
         _wait_for_all_ranks()  # before the folder goes
         if faults:
-            raise NotResumed(faults[0])
-        _refuse_forgotten(_of_all_ranks(runs.forgotten), unseen)
+            raise NotResumed(faults[0] + _spell_forgotten(forgotten))
+        _refuse_forgotten(forgotten, unseen)
 
         _in_world(sizes[0], folder, runs.without_pieces)
         _wait_for_all_ranks()  # before one reads what another writes
@@ -140,6 +141,14 @@ def assert_resumes(
 def _is_among(name: str, unseen: Sequence[str]) -> bool:
     """Return whether a piece, or an object that it is in, is named."""
     return any(f"{name}.".startswith((f"{each}.", f"{each}[")) for each in unseen)
+
+
+def _spell_forgotten(forgotten: Sequence[tuple[str, str]]) -> str:
+    """Return a line with the pieces that the load has forgotten, which may be the cause."""
+    names = list(dict.fromkeys(name + place for name, place in forgotten))
+    if not names:
+        return ""
+    return f"\nnot as it was saved after the load: {facts.spell_some(names, 8)}"
 
 
 def _refuse_forgotten(forgotten: Sequence[tuple[str, str]], unseen: Sequence[str]) -> None:

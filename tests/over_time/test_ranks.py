@@ -46,7 +46,7 @@ STAY = (
 def on_two_ranks(*command):
     """Run a command on two ranks, and return the lines that they print."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    run = subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=180)
+    run = subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=400)
     assert run.returncode == 0, run.stderr
     return run.stdout.splitlines()
 
@@ -132,7 +132,7 @@ def test_ranks_that_end_in_four_ways(tmp_path, capsys):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"]
     to = tmp_path / "a"
     command = [*launcher, "-m", "pytest_gtrainer", "record", f"--to={to}", script, to]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert run.returncode == 1, run.stderr
     assert "rank 2 has ended after step 3" in run.stdout
     assert "recording ended at step 2: OSError: [Errno 27] File too large" in run.stderr

@@ -233,7 +233,7 @@ class ArithmeticMode(TorchDispatchMode):
         targets = [named[each.name] for each in schema(func).arguments if each.is_write]
         target = targets[0]
         is_one = len(targets) == 1 and isinstance(target, Tensor) and target.is_floating_point()
-        if functional is None or not is_one:
+        if functional is None or not is_one or target.is_meta:
             return None
         options = {name: value for name, value in kwargs.items() if not _is_out(func, name)}
         wide = self._in_float64(functional, args, options)
@@ -245,8 +245,8 @@ class ArithmeticMode(TorchDispatchMode):
 
     def _in_float64(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
         """Return what an operator computes of known numbers in float64; None if it has none."""
-        args, kwargs = mapped(self._with_digits, (tuple(args), dict(kwargs)))
         try:
+            args, kwargs = mapped(self._with_digits, (tuple(args), dict(kwargs)))
             with without_modes():
                 wide = in_float64(func, args, kwargs)
         except Exception:
@@ -317,7 +317,7 @@ class ArithmeticMode(TorchDispatchMode):
 
         Only few may be meant as fractions: most numbers are near one by chance.
         """
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        if not isinstance(leaf, Tensor) or leaf.is_meta or not leaf.is_floating_point():
             return leaf
         value = self._digits.read(leaf)
         if value is not None:

@@ -248,6 +248,14 @@ single.register_fake(lambda x: torch.empty_like(x))
 SINGLE = torch.ops.in_numbers.single
 
 
+def built_on_meta(x):
+    """Return 1, for as many weights as a norm has that gets them later."""
+    with torch.device("meta"):
+        norm = nn.RMSNorm(16)
+        total = (norm.weight + 1).mul_(2).sum()
+    return norm.weight.numel() // 16 + total.dim()
+
+
 def divided(by):
     made = torch.zeros(40)
     torch.div(torch.arange(40.0), by, out=made)
@@ -332,6 +340,12 @@ TABLES = {  # a program, the same with a table that is rounded otherwise, anothe
         lambda x: x * torch.linspace(0, 1, 40) * SINGLE(torch.ones(40)),
         lambda x: x * (torch.arange(40.0) / 39) * SINGLE(torch.ones(40)),
         lambda x: x * (torch.arange(40.0) / 39.001) * SINGLE(torch.ones(40)),
+        (ROWS,),
+    ),
+    "beside a model that is built without numbers": (
+        lambda x: x * torch.linspace(0, 1, 40) * built_on_meta(x),
+        lambda x: x * (torch.arange(40.0) / 39) * built_on_meta(x),
+        lambda x: x * (torch.arange(40.0) / 39.001) * built_on_meta(x),
         (ROWS,),
     ),
     "angles of relative positions": (

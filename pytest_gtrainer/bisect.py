@@ -1,5 +1,5 @@
 """Find the pass of a pipeline that changes a bit, and the node: on request, and for a comparison
-that fails.
+that fails. For a proof that fails, find the pass that makes another function.
 
 The graph is replayed after a prefix of the passes, from the same inputs, random states and buffers.
 Halving the passes takes ``log2(passes) + 2`` replays. It finds a pass such that the prefix with it
@@ -9,7 +9,8 @@ is reported, with the new nodes that it is computed from. Results are compared, 
 leaves: its inputs, written attributes, and the states of random generators.
 
 A ``PassWitness`` sees each pipeline that runs, and the inputs of the first replays of its result. A
-comparison that differs then bisects each of them. On real ranks every rank must come to the same
+comparison that differs then bisects each of them. A proof that fails for the result of a pipeline
+is made again after prefixes of its passes. On real ranks every rank must come to the same
 comparison: they vote, and replay.
 """
 
@@ -29,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pytest_gtrainer._torch.graph_modules import compiled, copied_lazily
 from pytest_gtrainer._torch.random_states import GeneratorStates
 from pytest_gtrainer._torch.values import OpOverload, pytree, schema
-from pytest_gtrainer.facts import Watcher, check_switches
+from pytest_gtrainer.facts import Watcher, check_switches, counted
 from pytest_gtrainer.graph.collectives import launches
 from pytest_gtrainer.graph.nodes import (
     AFTERWARDS,
@@ -58,7 +59,7 @@ from pytest_gtrainer.numerics.record import Record, Tensors
 from pytest_gtrainer.numerics.verdict import Difference, Key, Outcome, Verdict, cut
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass, all_bound
 from pytest_gtrainer.passes.pipeline import apply_graph_passes
-from pytest_gtrainer.proofs.proof import kind_in_words, offer_proof
+from pytest_gtrainer.proofs.proof import Proof, kind_in_words, offer_proof
 from pytest_gtrainer.proofs.prove import prove
 from pytest_gtrainer.references.replicas import on_any_rank
 from pytest_gtrainer.tracing.model import ModelState, local
@@ -630,6 +631,7 @@ class PassWitness:
                 graph.gm, lambda: run_on_all(graph.with_graph, net, inputs, random)
             ),
             "judged": self._see_judged,
+            "unproven": self._see_unproven,
         }
 
     def _see_pass(self, run: Any, before: fx.GraphModule, after: fx.GraphModule) -> None:
@@ -667,3 +669,47 @@ class PassWitness:
                 "bisection: no graph was rewritten by apply_graph_passes and replayed before this "
                 "comparison"
             )
+
+    def _see_unproven(
+        self, gm: fx.GraphModule, other: Any, options: Sequence[Any], explanations: list[str]
+    ) -> None:
+        for pipeline in self._pipelines:
+            if pipeline.result is not gm:
+                continue
+            try:
+                explanations.append(_bisect_proofs(pipeline.stages, other, *options))
+            except dist.DistError:
+                raise  # another rank has ended, or is late
+            except Exception as error:  # the proof that failed is about to be reported
+                text = f"bisection: unknown, {type(error).__name__}: {error}"
+                explanations.append(text.partition("\n")[0])
+
+
+def _bisect_proofs(
+    stages: Sequence[Stage], other: Any, inputs: Any, world: Any, at_least: str
+) -> str:
+    """Find the pass after which a graph is no longer proven equal to ``other``, by halving.
+
+    On real ranks every rank must call it: a proof is the same on all of them.
+    """
+    proofs: dict[int, Proof] = {}
+
+    def is_apart(number: int) -> bool:
+        proofs[number] = prove(
+            stages[number].gm, other, inputs=inputs, world=world, at_least=at_least
+        )
+        return not proofs[number].is_at_least(at_least)
+
+    last = len(stages) - 1
+    if is_apart(0):
+        kind = proofs[0].kind
+        return f"bisection: no pass of {last}; the graph before the first one is {kind!r} already"
+    numbers = range(1, last)
+    number = 1 + bisect_left(numbers, True, key=is_apart)
+    own = prove(stages[number].gm, stages[number - 1].gm, inputs=inputs, world=world)
+    own = replace(own, assumes=())  # the proof that failed has named them
+    spent = counted(len(proofs) + 1, "proof")
+    return (
+        f"bisection: introduced by pass {number} of {last}, {stages[number].name} ({spent}); "
+        f"the graph after it against the one before it:\n{own}"
+    )

@@ -1132,5 +1132,24 @@ def assert_same_function(
     proof = prove(actual, expected, inputs=inputs, world=world)
     emit_proof(proof)
     if not proof.is_at_least(at_least):
-        raise AnotherFunction(f"expected at least {at_least!r}\n{proof}", proof)
+        lines = [f"expected at least {at_least!r}", str(proof)]
+        lines += _explain_by_passes(actual, expected, inputs, world, at_least)
+        raise AnotherFunction("\n".join(lines), proof)
     return proof
+
+
+def _explain_by_passes(actual: Any, expected: Any, *options: Any) -> list[str]:
+    """Return what watchers know about the pass that makes another function.
+
+    Only a graph that ``apply_graph_passes`` returned has passes.
+
+    Args:
+        options: ``inputs``, ``world`` and ``at_least`` of the proof that failed.
+    """
+    explanations: list[str] = []
+    for given, other in ((actual, expected), (expected, actual)):
+        gm = getattr(given, "gm", given)
+        if isinstance(gm, fx.GraphModule) and "gt_passes" in gm.meta:
+            facts.notify("unproven", gm=gm, other=other, options=options, explanations=explanations)
+            break
+    return explanations

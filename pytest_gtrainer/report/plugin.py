@@ -323,12 +323,15 @@ class VerdictTables:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Generator[None, object, object]:
-        self._ran_passes = False
+        self._ran_passes = self._is_unproven = False
 
         def note(given: object, result: object) -> None:
             self._ran_passes = True
 
-        with facts.watching({"graph_passes": note}):
+        def note_unproven(**objects: object) -> None:
+            self._is_unproven = True
+
+        with facts.watching({"graph_passes": note, "unproven": note_unproven}):
             return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -336,10 +339,15 @@ class VerdictTables:
         self, item: pytest.Item, call: pytest.CallInfo[Any]
     ) -> Generator[None, Any, Any]:
         report = yield
-        # Not imported here, for it imports torch; a test that compares has imported it.
+        # Not imported here, for they import torch; a test that compares has imported them.
         comparing = sys.modules.get("pytest_gtrainer.numerics.compare")
+        proving = sys.modules.get("pytest_gtrainer.proofs.proof")
         error = call.excinfo.value if call.excinfo else None
-        if not report.failed or not comparing or not isinstance(error, comparing.VerdictError):
+        if not report.failed:
+            return report
+        if self._is_unproven and proving and isinstance(error, proving.AnotherFunction):
+            self._name_bisection(item, report)
+        if not comparing or not isinstance(error, comparing.VerdictError):
             return report
         from pytest_gtrainer.numerics.verdict import table
 
@@ -348,13 +356,17 @@ class VerdictTables:
         if path is not None:
             saved = f"all of them: {artifacts.path_from_here(path)}"
             report.sections.append(("gtrainer differences", saved))
-        is_different = verdict.outcome == "different"
-        if is_different and self._ran_passes and not options.get(item.config, "bisect"):
+        if verdict.outcome == "different" and self._ran_passes:
+            self._name_bisection(item, report)
+        return report
+
+    def _name_bisection(self, item: pytest.Item, report: Any) -> None:
+        """Add the command that finds the pass, unless this run was that command."""
+        if not options.get(item.config, "bisect"):
             again = shlex.join(
                 ["pytest", item.nodeid, *options.repeated(item.config), "--gt-bisect"]
             )
             report.sections.append((facts.NEXT, f"which pass it was: {again}"))
-        return report
 
 
 class BisectPlugin:

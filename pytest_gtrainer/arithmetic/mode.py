@@ -82,6 +82,8 @@ _UNSEEN_WRITES = names("apply_ map_ map2_")
 _SIZED_BY_MASKS = names("index masked_select")
 """Their results have sizes that depend on masks of bools, which are known."""
 _READS_OF_LISTS = names("as_tensor asarray new_tensor tensor")
+_UNDISPATCHED = _READS_OF_ONE | _UNSEEN_WRITES | _READS_OF_LISTS
+"""They use memory and no operator is dispatched: see ``CountReads``."""
 _ON_STORAGES = names("set_ resize_ record_stream is_pinned _pin_memory")
 
 
@@ -772,6 +774,8 @@ class CountReads(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name not in _UNDISPATCHED:
+            return func(*args, **kwargs)
         if name in _UNSEEN_WRITES and any(map(self._mode.shadows.has, tensors_in(args))):
             raise NoMeaning(f"Tensor.{name} computes where no dispatch mode sees it")
         read: Any = ()

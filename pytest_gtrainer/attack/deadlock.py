@@ -63,6 +63,8 @@ _EVEN = (
     "scatter_",
 )
 """Collectives whose payloads have one size on all ranks."""
+_GATHERS = ("_allgather_base_", "allgather_into_tensor_coalesced_")
+_SCATTERS = ("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_")
 _CALL_ONCE = ("invoke_subgraph", "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint")
 """Higher-order operators that run their graph once, where they are called."""
 
@@ -461,6 +463,7 @@ class _Reader:
                 queue = _pair(messages[0], group)
             return Launch(tuple(messages), queue, _where(node))
 
+        _check_group(node, len(ranks))
         sent, received = _splits(node, len(ranks))
         operation = Operation(kind_of(node) or name, ranks, _payload(node), sent, received)
         return Launch((operation,), group, _where(node))
@@ -579,7 +582,7 @@ def _payload(node: fx.Node) -> str:
     if reduction is not None:
         parts.append(reduction)
 
-    root = argument_of(node, "src", "root", "dst", "root_rank")
+    root = _root(node)
     if root is not None:
         parts.append(f"root {root}")
 
@@ -598,6 +601,44 @@ def _payload(node: fx.Node) -> str:
             parts.append(f"{dtype_text(value)}{size}")
 
     return " ".join(parts)
+
+
+def _root(node: fx.Node) -> Any:
+    return argument_of(node, "src", "root", "dst", "root_rank")
+
+
+def _check_group(node: fx.Node, count: int) -> None:
+    """Check that a collective is one of as many ranks as its group has.
+
+    Args:
+        count: the ranks of the group.
+
+    Raises:
+        ValueError: its root, its ``group_size`` or the size of its result is of another group.
+    """
+    root, size = _root(node), argument_of(node, "group_size")
+    if type(root) is int and not 0 <= root < count:
+        raise ValueError(
+            f"{node.name} has the root {root} in a group of {count} ranks: roots are counted in "
+            "their group"
+        )
+    if type(size) is int and size != count:
+        raise ValueError(f"{node.name} has group_size {size}, and its group has {count} ranks")
+
+    if short_name(node) in _GATHERS:  # those of c10d have no group_size
+        parts, wholes = ("input_tensor", "inputs"), ("output_tensor", "outputs")
+    elif short_name(node) in _SCATTERS:
+        parts, wholes = ("output_tensor", "outputs"), ("input_tensor", "inputs")
+    else:
+        return
+    of_one = map(_numel, leaves_of(argument_of(node, *parts)))
+    of_all = map(_numel, leaves_of(argument_of(node, *wholes)))
+    for part, whole in zip(of_one, of_all, strict=True):
+        if part is not None and whole is not None and part * count != whole:
+            raise ValueError(
+                f"{node.name} has {whole} elements of all ranks and {part} of each, and its group "
+                f"has {count} ranks"
+            )
 
 
 Splits = tuple[int | None, ...]

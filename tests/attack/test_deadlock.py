@@ -659,6 +659,75 @@ def test_splits_for_another_number_of_ranks():
         assert_no_deadlock({0: exchange_rows([1, 2, 5], [4, 4])}, groups=EXCHANGES)
 
 
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("all_gather_into_tensor", ()),
+        ("all_gather_into_tensor_coalesced", ()),
+        ("reduce_scatter_tensor", ("sum",)),
+        ("reduce_scatter_tensor_coalesced", ("sum",)),
+    ],
+)
+def test_a_group_size_of_another_group(name, given, size):
+    """Real ranks raise there, or the others wait."""
+
+    def add(size):
+        def added(graph, x):
+            sent = [x] if "coalesced" in name else x
+            graph.call_function(getattr(functional, name).default, (sent, *given, size, "pp"))
+
+        return graph_of(added)
+
+    assert_no_deadlock({0: add(2), 1: add(2)}, groups=GROUPS)
+    for graphs in ({0: add(size), 1: add(size)}, {0: add(2), 1: add(size)}):
+        with pytest.raises(ValueError, match=f"has group_size {size}, and its group has 2 ranks"):
+            assert_no_deadlock(graphs, groups=GROUPS)
+
+
+@pytest.mark.parametrize("root", [-1, 2, 7])
+@pytest.mark.parametrize("kind", ["broadcast", "broadcast_", "reduce_", "gather_", "scatter_"])
+def test_a_root_outside_of_the_group(kind, root):
+    def made(root):
+        if kind == "broadcast":
+            return graph_of(call(functional.broadcast.default, "x", root, "pp"))
+        return in_place(kind, "few", root)
+
+    assert_no_deadlock({0: made(1), 1: made(1)}, groups=GROUPS)
+    with pytest.raises(ValueError, match=f"has the root {root} in a group of 2 ranks: roots are"):
+        assert_no_deadlock({0: made(root), 1: made(root)}, groups=GROUPS)
+
+
+@pytest.mark.parametrize("is_gather", [True, False])
+@pytest.mark.parametrize("is_coalesced", [True, False])
+def test_sizes_of_an_operator_in_place_are_of_its_group(is_gather, is_coalesced):
+    names = {
+        (True, True): "allgather_into_tensor_coalesced_",
+        (True, False): "_allgather_base_",
+        (False, True): "reduce_scatter_tensor_coalesced_",
+        (False, False): "_reduce_scatter_base_",
+    }
+
+    def made(count):
+        graph = fx.Graph()
+        one, every = graph.placeholder("one"), graph.placeholder("every")
+        one.meta["val"] = torch.empty(3, device="meta")
+        every.meta["val"] = torch.empty(3 * count, device="meta")
+        given = [every, one] if is_gather else [one, every]
+        if is_coalesced:
+            given = [[given[0]] * 2, [given[1]] * 2]
+        reduction = [] if is_gather else ["sum"]
+        operator = getattr(torch.ops.c10d, names[is_gather, is_coalesced]).default
+        graph.call_function(operator, (*given, "pp", *reduction))
+        graph.output(())
+        return fx.GraphModule({}, graph)
+
+    assert_no_deadlock({0: made(2), 1: made(2)}, groups=GROUPS)
+    says = "has 9 elements of all ranks and 3 of each, and its group has 2 ranks"
+    with pytest.raises(ValueError, match=says):
+        assert_no_deadlock({0: made(3), 1: made(3)}, groups=GROUPS)
+
+
 def test_a_value_may_be_waited_for_twice():
     """``funcol.wait_tensor(funcol.all_reduce(x, ...))`` leaves two waits in a chain."""
 

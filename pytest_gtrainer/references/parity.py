@@ -7,6 +7,7 @@ have failed, so it raises instead of passing. In a simulated world a difference 
 *path*: where the element sits on either side, and in which order each side adds it.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -270,6 +271,7 @@ def _parity_on_ranks(
     failed = on_any_rank(failure is not None)
     if failure is not None:
         raise failure
+    _warn_of_idle_clipping(config, record)
     if failed:  # no rank may start a control that another does not join
         return Parity(record, expected, None, layouts["eager"])
 
@@ -280,6 +282,23 @@ def _parity_on_ranks(
         why = partial(_why_equal_on_ranks, layouts["eager"], config)
         require_difference(control, _OTHER_ORDER, why)
     return Parity(record, expected, control, layouts["eager"], unread)
+
+
+def _warn_of_idle_clipping(config: TrainConfig, record: Record) -> None:
+    """Warn if no gradient of a run was clipped, though it was to be: nothing tested the clipping.
+
+    An infinite ``max_norm`` asks for the norm alone. A rank without gradients knows nothing.
+    """
+    if config.max_norm is None or config.max_norm == float("inf"):
+        return
+    clipped = record.select(phase="clipped")
+    before = [record[key._replace(phase="gradient")] for key in clipped]
+    if any(map(torch.count_nonzero, before)) and all(map(torch.equal, clipped.values(), before)):
+        warnings.warn(
+            f"max_norm={config.max_norm:g} has clipped nothing: the norm of no step was above it. "
+            "To test the clipping, take a smaller one",
+            stacklevel=3,
+        )
 
 
 def _control_on_ranks(
@@ -382,6 +401,7 @@ def _simulated_parity(
             row=row,
             explain=explain,
         )
+        _warn_of_idle_clipping(subject.config, record)
         if proof:
             proven = require_identical(prove_training(subject, config, world), _WHAT, row)
             return Parity(record, eager.record, None, eager.layout, unread, proven)

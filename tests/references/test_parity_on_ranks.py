@@ -2,7 +2,9 @@
 L5).
 """
 
+import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from pytest_gtrainer import (
     MixedPrecisionPolicy,
+    Record,
     TrainConfig,
     VacuousCheck,
     assert_bitwise_different,
@@ -27,6 +30,7 @@ from pytest_gtrainer.numerics.compare import BitwiseDifference
 from pytest_gtrainer.passes.graph_pass import bind_options
 from pytest_gtrainer.references.eager import EagerRun
 from pytest_gtrainer.references.graph import GraphRun
+from pytest_gtrainer.references.parity import _warn_of_idle_clipping
 from pytest_gtrainer.references.replicas import texts_of_ranks
 from pytest_gtrainer.tracing.sharding import default_reduce_dtype
 
@@ -565,6 +569,39 @@ def test_ddp_has_the_ranks_of_its_mesh(training, gt_mesh):
     assert run.model.weight.unique().tolist() == [dist.get_rank() // 2 * 2]
 
 
+IDLE = "max_norm=1000 has clipped nothing: the norm of no step was above it"
+
+
+@FOUR
+def test_clipping_that_clips_nothing_is_said(training, gt_world):
+    with pytest.warns(UserWarning, match=IDLE):
+        assert_parity(training(max_norm=1e3), gt_world)
+    for max_norm in (1e-3, float("inf"), None):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert_parity(training(max_norm=max_norm), gt_world)
+
+
+@pytest.mark.parametrize(
+    ("before", "clipped", "says"),
+    [
+        ([2.0, 0.0], [2.0, 0.0], True),
+        ([2.0, 0.0], [1.0, 0.0], False),
+        ([0.0, 0.0], [0.0, 0.0], False),
+        ([], [], False),
+    ],
+)
+def test_a_rank_without_gradients_knows_of_no_clipping(before, clipped, says):
+    record = Record()
+    for phase, values in (("gradient", before), ("clipped", clipped)):
+        record.add(0, 0, phase, "weight", torch.tensor(values))
+        record.add(0, 0, phase, "bias", torch.zeros(1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _warn_of_idle_clipping(SimpleNamespace(max_norm=1e3), record)
+    assert bool(caught) is says
+
+
 def dropping():
     torch.manual_seed(0)
     return nn.Sequential(nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8)), nn.Linear(8, 4))
@@ -577,6 +614,7 @@ def dropping():
     [
         ({"replicate": True}, set()),
         ({"max_norm": 1e-2}, {"clipped"}),
+        ({"max_norm": 1e3}, {"clipped"}),
         ({"replicate": True, "max_norm": 1e-2}, {"clipped"}),
         ({"model": dropping}, set()),  # other elements in the second step
         (
@@ -585,7 +623,15 @@ def dropping():
         ),  # its layout has their width
         ({"accumulate": 3, "max_norm": 1e-2}, {"clipped"}),
     ],
-    ids=["ddp", "clipped", "ddp, clipped", "dropout", "reduced in bf16", "accumulated"],
+    ids=[
+        "ddp",
+        "clipped",
+        "not clipped",
+        "ddp, clipped",
+        "dropout",
+        "reduced in bf16",
+        "accumulated",
+    ],
 )
 def test_two_steps_in_a_simulated_world(gt_world, changes, phases):
     """D10: under DDP the control is DDP with torch's buckets, trained for one step.
@@ -610,7 +656,11 @@ def test_two_steps_in_a_simulated_world(gt_world, changes, phases):
         }
         return TrainConfig(**{**fields, **changes})
 
-    parity = assert_parity(config, gt_world)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parity = assert_parity(config, gt_world)
+    says = [str(each.message) for each in caught if IDLE in str(each.message)]
+    assert len(says) == (changes.get("max_norm") == 1e3)
     assert {key.step for key in parity.graph} == {0, 1}
     assert {key.phase for key in parity.eager} == {
         "loss",

@@ -355,7 +355,7 @@ def _restorer(tensor: Tensor) -> Callable[[], None]:
     return put_back
 
 
-def _refuse_another_kind(node: fx.Node, value: Any) -> None:
+def refuse_another_kind(node: fx.Node, value: Any) -> None:
     """Refuse a tensor of another dtype or size than the graph was traced for.
 
     Its operators would round otherwise, and its numbers may depend on the size.
@@ -400,7 +400,7 @@ class GraphProgram(Program):
                     "each a tensor or a number by itself"
                 )
             for node, value in zip(placeholders, own, strict=True):
-                _refuse_another_kind(node, value)
+                refuse_another_kind(node, value)
         self.rank: int | None = None  # of this process, on real ranks
         self.gm, self.inputs, self.world, self.by_place = gm, inputs, world, by_place
 

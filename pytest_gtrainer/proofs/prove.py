@@ -49,6 +49,7 @@ from pytest_gtrainer.proofs.assumptions import (
     taken_on_trust,
     unlike_operators,
 )
+from pytest_gtrainer.proofs.filled import FilledGraph, TensorsOfFunction, takes_state
 from pytest_gtrainer.proofs.further_runs import (
     Chances,
     add_branches,
@@ -181,8 +182,10 @@ def prove(
         actual, expected: graphs of any tracer, ``TracedStep``s, recorded passes, or callables.
             They take the same inputs in the same order.
         inputs: of one call. Floating-point tensors become abstract, and parameters of modules;
-            integers and bools stay what they are. In a world a function of the rank, or one entry
-            a rank. By default drawn for a graph: integers below the extents that they index.
+            integers and bools stay what they are. Of Dynamo's graph against its model, the inputs of
+            the model: state of the model that the graph takes is looked up by its FQN, and results
+            are compared in order, without their structure. In a world a function of the rank, or
+            one entry a rank. By default drawn for a graph: integers below the extents that they index.
         world: a simulated ``World``, a ``Net``, or a number of ranks, for graphs with collectives.
             They add in its order. In a ranks ``World`` every rank calls this, with its own inputs;
             only "reordered" and weaker kinds can be found.
@@ -564,14 +567,41 @@ def _programs(
     else:
         _check_inputs(inputs)
 
+    return _programs_with(graphs, (actual, expected), inputs, world), drawn
+
+
+def _programs_with(
+    graphs: Sequence[fx.GraphModule | None], given: Sequence[Any], inputs: Any, world: Any
+) -> tuple[Program, Program]:
+    filled = _filled_graph(graphs, given, inputs)
+    if filled is not None:
+        return filled
     is_mixed = None in graphs  # outputs of a function have no names, only places
     programs: list[Program] = []
-    for given, gm in zip((actual, expected), graphs, strict=True):
+    for side, gm in zip(given, graphs, strict=True):
         if gm is None:
-            programs.append(FunctionProgram(given, inputs))
+            programs.append(FunctionProgram(side, inputs))
         else:
             programs.append(GraphProgram(gm, inputs, world, by_place=is_mixed))
-    return (programs[0], programs[1]), drawn
+    return programs[0], programs[1]
+
+
+def _filled_graph(
+    graphs: Sequence[fx.GraphModule | None], given: Sequence[Any], inputs: Any
+) -> tuple[Program, Program] | None:
+    """Return programs of Dynamo's graph and of the model that it is of; None for other two.
+
+    ``inputs`` are those of the model: what the graph takes besides is looked up in it.
+    """
+    programs: list[Program] = []
+    for gm, function in (graphs[0], given[1]), (graphs[1], given[0]):
+        others = [each for each in graphs if each is not gm]
+        if gm is None or others != [None] or not takes_state(gm, function, inputs):
+            continue
+        programs = [FilledGraph(gm, function, inputs), TensorsOfFunction(function, inputs)]
+        if gm is graphs[1]:
+            programs.reverse()
+    return (programs[0], programs[1]) if programs else None
 
 
 def _refuse_collectives(gm: fx.GraphModule) -> None:

@@ -182,10 +182,10 @@ def prove(
         actual, expected: graphs of any tracer, ``TracedStep``s, recorded passes, or callables.
             They take the same inputs in the same order.
         inputs: of one call. Floating-point tensors become abstract, and parameters of modules;
-            integers and bools stay what they are. Of Dynamo's graph against its model, the inputs of
-            the model: state of the model that the graph takes is looked up by its FQN, and results
-            are compared in order, without their structure. In a world a function of the rank, or
-            one entry a rank. By default drawn for a graph: integers below the extents that they index.
+            integers and bools stay what they are. Of Dynamo's graph against its model, those of the
+            model: state that the graph takes is looked up by its FQN, and results are compared in
+            order, without their structure. In a world a function of the rank, or one entry a rank.
+            By default drawn for a graph: integers below the extents that they index.
         world: a simulated ``World``, a ``Net``, or a number of ranks, for graphs with collectives.
             They add in its order. In a ranks ``World`` every rank calls this, with its own inputs;
             only "reordered" and weaker kinds can be found.

@@ -81,7 +81,11 @@ def _add_fuzz_arguments(parser: argparse.ArgumentParser) -> None:
         "expert parallelism",
     )
     parser.add_argument(
-        "--minutes", type=float, default=1.0, help="how long graphs are tried (default: 1)"
+        "--minutes",
+        type=float,
+        default=1.0,
+        help="how long graphs are tried and failures reduced (default: 1); a failure that is found "
+        "is reduced to its end",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the first graph (default: 0)")
     parser.add_argument(

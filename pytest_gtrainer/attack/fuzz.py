@@ -56,6 +56,7 @@ class Fuzzer:
         tried, changed: graphs that were made, and that the pass has changed.
         refused, unknown: by their words, graphs that the pass refused or that no proof judges.
         found: the files of failures, by kind and operators: each is written once.
+        reducing: seconds that went into reducing failures.
     """
 
     a_pass: Pass
@@ -73,6 +74,7 @@ class Fuzzer:
     refused: Counter[str] = field(default_factory=Counter)
     unknown: Counter[str] = field(default_factory=Counter)
     found: dict[str, Path] = field(default_factory=dict)
+    reducing: float = 0.0
     _made: tuple[int, fx.GraphModule] | None = None
 
     def run(self, seed: int, seconds: float, nodes: int, most: int) -> None:
@@ -80,7 +82,7 @@ class Fuzzer:
 
         Args:
             seed: of the first graph.
-            seconds: when to end.
+            seconds: when to end; a failure that is found before is reduced to its end.
             nodes: of a graph, about.
             most: end after so many different failures.
         """
@@ -92,11 +94,15 @@ class Fuzzer:
                 self.note(self.state(said - begun))
 
     def state(self, seconds: float) -> str:
-        """Return how far the run is, in a line."""
-        return (
+        """Return how far the run is, in a line, and how much of the time went into what."""
+        line = (
             f"{self.tried} graphs in {seconds:.0f} s, {self.changed} changed, "
             f"{counted(len(self.found), 'failure')}"
         )
+        if self.reducing:
+            tries = max(0.0, seconds - self.reducing)
+            line += f" ({tries:.1f} s to try graphs, {self.reducing:.1f} s to reduce failures)"
+        return line
 
     def _try(self, seed: int, nodes: int) -> None:
         """Generate one graph, run the pass on it, and judge the result."""
@@ -175,8 +181,14 @@ class Fuzzer:
             self.note(f"{path}\n{failure.kind}: {failure.words}\n{words}")
             return
 
-        reduction = Reduction(text, again, judge, lambda _: None, self.note)
-        reduction.run()
+        reduction, begun = (
+            Reduction(text, again, judge, lambda _: None, self.note),
+            time.monotonic(),
+        )
+        try:
+            reduction.run()
+        finally:  # also if the user interrupts it
+            self.reducing += time.monotonic() - begun
         operators = sorted({str(node.target) for node in computed(reduction.graph())})
         which = f"{reduction.failure.kind}: {', '.join(operators)}"
         del self.found[made]

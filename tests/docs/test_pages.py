@@ -152,6 +152,46 @@ def test_every_page_has_its_place_in_the_site_and_links_lead_somewhere():
             assert str(place) in in_site, f"{page.name} links {target}"
 
 
+IN_REPOSITORY = "index.md#in-the-repository)"
+"""The end of a link to the section that says where what the wheel does not have is."""
+
+
+def not_in_the_wheel(paragraph):
+    """Return the files, folders and modules of this repository that a paragraph names, and that no
+    wheel has.
+    """
+    named = re.findall(r"\b(?:fixtures|benchmarks|tests|examples)(?:[/.]\w+)+", paragraph)
+    found = []
+    for name in named:
+        path = ROOT / name
+        module = ROOT / name.replace(".", "/")
+        if path.exists() or module.exists() or module.with_suffix(".py").exists():
+            found.append(name)
+    return found
+
+
+def test_what_only_the_repository_has_is_named_so():
+    """A reader of the wheel and the site has no tests, fixtures, examples and benchmarks of ours.
+
+    The page about the architecture is for those who have the repository.
+    """
+    seen = 0
+    for page in PAGES.rglob("*.md"):
+        if page.name == "architecture.md":
+            continue
+        prose = re.sub(r"^( *)```.*?^\1```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for paragraph in prose.split("\n\n"):
+            named = not_in_the_wheel(paragraph)
+            seen += len(named)
+            assert not named or IN_REPOSITORY in paragraph, f"{page.name} names {named[0]}"
+    assert seen > 30
+    assert not_in_the_wheel(
+        "`tests/test_step.py` is yours, `python -m benchmarks.passes` ours"
+    ) == ["benchmarks.passes"]
+    text = (PAGES / "index.md").read_text()
+    assert "## In the repository\n" in text
+
+
 def test_pages_are_few_and_a_long_one_begins_with_its_contents():
     """A page is long from 400 lines on, code counted; a contents list links three or more."""
     pages = {page.name: page.read_text() for page in PAGES.rglob("*.md")}

@@ -216,6 +216,16 @@ class TensorErrors:
         allowed = f"{self.allowed(factor):.3g} allowed for {counted(self.count, 'number')}"
         return f"{self.ratio:.3g} times the error of eager ({allowed})"
 
+    def in_order(self, factor: float) -> str:
+        """Return a line that begins with the number by which ``Accuracy`` sorts, if there is one.
+
+        Few numbers are allowed a larger ratio than many, so ratios alone are in another order.
+        """
+        excess, words = self.excess(factor), self.in_words(factor)
+        if math.isinf(excess):
+            return f"{self.name}: {words}"
+        return f"{self.name}: {excess:.3g} times what is allowed: {words}"
+
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
@@ -260,7 +270,7 @@ class Accuracy:
                 f"    one element has {worst.ratio_of_largest:.3g} times the largest error of "
                 f"eager ({_FOR_ONE * worst.allowed(self.factor):.3g} allowed)"
             )
-        lines += cut("then", [f"{each.name}: {each.ratio:.3g} times" for each in failing[1:]])
+        lines += cut("then, the worst first", [each.in_order(self.factor) for each in failing[1:]])
         left_out = [each for each in self.tensors if each.left_out]
         title = "not finite in eager or in float64, and left out"
         lines += cut(title, [f"{each.name}: {each.left_out}" for each in left_out])

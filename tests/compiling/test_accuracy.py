@@ -3,6 +3,8 @@
 ``compiled`` is any callable here. Only the tests of the second tier generate code.
 """
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -53,6 +55,31 @@ def test_an_output_that_is_rounded_more():
     assert len(caught.value.accuracy.failing) == 6
     assert caught.value.accuracy.worst.ratio > 1000
     assert_no_less_accurate(InBfloat16(), Model(), x(), factor=1e6)
+
+
+def test_those_that_fail_come_in_the_order_of_the_number_that_they_begin_with():
+    """Four numbers may err more by chance than 64, so ratios alone are in another order."""
+
+    def results(x):
+        return {
+            "few": x[:1, 0].exp(),
+            "many": x.exp(),
+            "some": x[:, :2].exp(),
+            "mean": x.exp().mean(),
+        }
+
+    def rounded(x):
+        return {name: each.bfloat16().float() for name, each in results(x).items()}
+
+    with pytest.raises(LessAccurate) as caught:
+        assert_no_less_accurate(rounded, results, x(rows=64))
+    text = str(caught.value)
+    assert "  then, the worst first\n" in text
+    found = re.findall(r"^    .+: (\S+) times what is allowed: (\S+) times the error", text, re.M)
+    excesses, ratios = zip(*[(float(excess), float(ratio)) for excess, ratio in found], strict=True)
+    assert len(found) == 3
+    assert list(excesses) == sorted(excesses, reverse=True)
+    assert list(ratios) != sorted(ratios, reverse=True)
 
 
 def test_a_gradient_that_is_rounded_more_names_parameter_and_module():

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import fx
 
 from pytest_gtrainer import facts
+from pytest_gtrainer._torch.random_states import random_states_kept
 from pytest_gtrainer.attack.models import ModelError
 from pytest_gtrainer.conformance.recipes import (
     LINEARS,
@@ -33,12 +34,14 @@ from pytest_gtrainer.conformance.recipes import (
 from pytest_gtrainer.facts import counted
 from pytest_gtrainer.graph.layout import Payload, bucket_layout
 from pytest_gtrainer.graphtext.rendering import render
+from pytest_gtrainer.numerics import knobs
 from pytest_gtrainer.passes.graph_pass import (
     WrittenConstantError,
     as_pass,
     options_of,
     refusing_written_constants,
 )
+from pytest_gtrainer.proofs.state import modes_of_torch, put_modes_back
 from pytest_gtrainer.worlds import MARKER
 
 World = tuple[str, dict[str, Any]]
@@ -487,7 +490,8 @@ def judge(rule: Rule, adapter: Adapter, request: pytest.FixtureRequest, model: s
     for recipe in recipes:
         run = PassRun(adapter, recipe, request)
         try:
-            _judge_run(rule, run)
+            with _process_kept():
+                _judge_run(rule, run)
             could_fail.append(str(recipe))
         except Nothing as error:
             proving_nothing.append(str(error))
@@ -524,6 +528,25 @@ def _recipes_for(rule: Rule, adapter: Adapter, model: str) -> list[Recipe]:
     return as_given(adapter.kind, rule.graphs or (Recipe(),))
 
 
+@contextmanager
+def _process_kept() -> Iterator[None]:
+    """Put back what a pass leaves changed in its process.
+
+    Else the rules "state" that come later would find it changed already, and other rules would
+    blame another pass.
+    """
+    modes, switches = modes_of_torch(), knobs.values(knobs.GUARDED)
+    with random_states_kept():
+        try:
+            yield
+        finally:
+            put_modes_back(modes)
+            for knob in knobs.GUARDED:
+                was, now = switches[knob.name], knob.read()
+                if was != now and knobs.NOT_LOADED not in (was, now):
+                    knob.write(was)
+
+
 def _judge_run(rule: Rule, run: PassRun) -> None:
     """Judge one graph, unless the pass refuses it and may, or leaves it as it is."""
     if rule.may_refuse:
@@ -531,9 +554,11 @@ def _judge_run(rule: Rule, run: PassRun) -> None:
             _ = run.after
         except Refused:
             return
-    # D1 judges also a graph that the pass leaves alone: its buckets are not merged.
+    # D1 judges also a graph that the pass leaves alone: its buckets are not merged. "state" has to
+    # see the first run of the pass, as a second one sets what is set.
     has_graph = bool(rule.graphs) or isinstance(run.recipe, OwnRecipe)
-    if has_graph and rule.id != "D1" and render(run.before) == render(run.after):
+    is_beside = rule.id in ("D1", "state")
+    if has_graph and not is_beside and render(run.before) == render(run.after):
         raise Nothing("it changes nothing")
     if rule.merging and run.adapter.kind in MERGING:
         _ = run.merged

@@ -2,15 +2,20 @@
 
 import random
 import signal
+import sys
 import time
+from contextlib import suppress
+from types import ModuleType
 
 import pytest
 import torch
+from torch import nn
 
 from pytest_gtrainer._torch.modes import MODES
 from pytest_gtrainer._torch.random_states import random_states_kept
 from pytest_gtrainer.conformance import Adapter
 from pytest_gtrainer.conformance.judging import KINDS, RULES, _timer, judge
+from pytest_gtrainer.proofs.state import modes_of_torch
 
 pytestmark = [
     pytest.mark.gt_world("fake", size=4, rank=1),
@@ -67,6 +72,44 @@ def test_what_a_pass_leaves_changed(change, kind, request):
     adapter = Adapter(changes, kind, call=lambda gm, *given: changes(gm))
     with pytest.raises(AssertionError, match="it changes") as failure:
         judge(RULES["state"], adapter, request)
+    assert change.strip() in str(failure.value)
+
+
+def changing(change):
+    """A pass that removes a node, and leaves something changed."""
+
+    def changes(gm):
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+        CHANGES[change]()
+        return gm
+
+    return changes
+
+
+@pytest.fixture
+def my_models(monkeypatch):
+    """A module with a model of the user."""
+    made = ModuleType("my_models")
+    made.tiny = lambda: (
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.ReLU(), nn.Linear(4, 4)),
+        torch.ones(2, 4),
+    )
+    monkeypatch.setitem(sys.modules, "my_models", made)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_pass_leaves_changed_is_told_on_a_model_of_the_user(change, request, my_models):
+    """Also after other rules, in which the pass has changed it before."""
+    adapter = Adapter(changing(change), models=("my_models:tiny",))
+    seen = modes_of_torch()
+    for rule in ("E6", "D9"):
+        with suppress(AssertionError):
+            judge(RULES[rule], adapter, request, "my_models:tiny")
+        assert modes_of_torch() == seen, "no other pass is blamed for it"
+    with pytest.raises(AssertionError, match="it changes") as failure:
+        judge(RULES["state"], adapter, request, "my_models:tiny")
     assert change.strip() in str(failure.value)
 
 

@@ -4,11 +4,16 @@ The elements of a value are looked up one by one, whatever tensor the other prog
 buckets, splits, pads and other layouts do not hide them. A value that the other program never
 makes, computed from values that it does make, is where they part. Only values that the differing
 result depends on count.
+
+A value may be wrong and be made elsewhere all the same: of ``sum(x) / 4``, a mean in place of the sum
+makes what the division should. If both programs are graphs of nearly the same nodes, as before and
+after a pass, the nodes of one name are compared, too: ``ValuesByNode``.
 """
 
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -29,7 +34,7 @@ class Step:
 
     Attributes:
         where: the node or the operator, for a message.
-        node: the node, if a graph runs.
+        node, rank: the node, if a graph runs, and the rank that runs it, if it is one.
         operands: the steps that made what it read, by their number.
         are_operands_known: whether the other program makes all elements of its operands.
         unknown_at: the place of an element that the other program never makes; None if it makes
@@ -38,9 +43,43 @@ class Step:
 
     where: str
     node: fx.Node | None
+    rank: int | None
     operands: list[int]
     are_operands_known: bool
     unknown_at: tuple[int, ...] | None
+
+
+class ValuesByNode:
+    """The values that each node of a graph makes, as hashes, by its name and rank."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[tuple[str, int | None], fx.Node] = {}
+        self._hashes: dict[tuple[str, int | None], list[int | None]] = {}
+        self._now: list[int | None] | None = None
+
+    def enter_node(self, node: fx.Node, rank: int | None) -> None:
+        """Note which node runs next."""
+        self.nodes[node.name, rank] = node
+        self._now = self._hashes.setdefault((node.name, rank), [])
+
+    def add(self, value: Value | None) -> None:
+        """Note what the node makes; None for a known tensor."""
+        if self._now is None:
+            return
+        if value is None:
+            self._now.append(None)
+            return
+        elements = value.elements.reshape(-1)
+        places = torch.arange(1, elements.numel() + 1, device=elements.device)
+        self._now.append(int(scramble(elements + scramble(places)).sum()))
+
+    def has_values(self, name: str, rank: int | None) -> bool:
+        """Return whether a node made something: a view does not."""
+        return bool(self._hashes.get((name, rank)))
+
+    def differ(self, other: "ValuesByNode", name: str, rank: int | None) -> bool:
+        """Return whether nodes of this name make other values in two graphs."""
+        return self._hashes.get((name, rank)) != other._hashes.get((name, rank))
 
 
 class AllElements:
@@ -55,10 +94,13 @@ class AllElements:
         # Memory of the system is zero without being touched: of 64 MiB only some pages are used.
         self._bits = torch.frombuffer(mmap.mmap(-1, _BITS), dtype=torch.bool)
         self._seen: set[int] = set()
+        self.by_node = ValuesByNode()
 
     def __call__(self, operator: Any, operands: Sequence[Tensor], made: Any, read: Any) -> None:
         for tensor in made:
-            self._add(read(tensor))
+            value = read(tensor)
+            self._add(value)
+            self.by_node.add(value)
             self._seen.add(storage_id(tensor))
         for tensor in operands:
             # Inputs and constants, which no operator has made.
@@ -88,6 +130,7 @@ def _places_of(elements: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _BITS = 1 << 26
+_MOST_LETTERS = 120  # of a call that is expected
 
 
 class Trail:
@@ -101,16 +144,15 @@ class Trail:
         self.steps: list[Step] = []
         self.where = ""
         self._node: fx.Node | None = None
+        self._rank: int | None = None
         self._writer: dict[int, int] = {}
+        self._by_node = ValuesByNode()
 
     def enter_node(self, node: fx.Node, rank: int | None) -> None:
         """Note which node runs next."""
-        fqn, self._node = node_fqn(node), node
-        self.where = f"node {node.name} ({node.target})"
-        if fqn:
-            self.where += f" of {fqn}"
-        if rank is not None:
-            self.where += f", rank {rank}"
+        self._node, self._rank = node, rank
+        self.where = _describe(node, rank)
+        self._by_node.enter_node(node, rank)
 
     def __call__(self, operator: Any, operands: Sequence[Tensor], made: Any, read: Any) -> None:
         writers = {self._writer.get(storage_id(tensor)) for tensor in operands}
@@ -121,12 +163,13 @@ class Trail:
             line = line_of_program()  # in a backward, the line that calls it
             where = f"{operator} at {line}" if line else str(operator)
         for tensor in made:
-            place = None
+            place, value = None, read(tensor)
+            self._by_node.add(value)
             # A move makes no new elements.
             if not known or base_name(operator) not in MOVES:
-                place = self.others.missing(read(tensor))
+                place = self.others.missing(value)
             self._writer[storage_id(tensor)] = len(self.steps)
-            self.steps.append(Step(where, self._node, before, known, place))
+            self.steps.append(Step(where, self._node, self._rank, before, known, place))
 
     def origin_of(self, result: Tensor) -> str:
         """Return where the difference of a result begins."""
@@ -140,9 +183,83 @@ class Trail:
         for number in sorted(seen):  # in the order in which they ran
             step = self.steps[number]
             if step.unknown_at is not None and step.are_operands_known:
+                changed = self._changed_before(step.node, step.rank)
+                if changed:
+                    return changed
                 where = step.where + _describe_modules_before(step.node)
                 return f"{where}, element {list(step.unknown_at)}"
-        return "a move: the expected program makes every value, at another place"
+        nodes = self._by_node.nodes
+        ends = [(node, rank) for (_, rank), node in nodes.items() if node.op == "output"]
+        changed = self._changed_before(*ends[0], itself=True) if ends else ""
+        return changed or "a move: the expected program makes every value, at another place"
+
+    def _changed_before(self, node: fx.Node | None, rank: int | None, itself: bool = False) -> str:
+        """Return the node that makes a known value where another one is expected; "" if none does.
+
+        Args:
+            node: that of a step, of which the difference is known.
+            itself: it may be the changed node, too.
+        """
+        if node is None or not self._have_same_nodes(rank):
+            return ""
+        changed = self._find_changed(node, rank)
+        if changed is None or (changed is node and not itself):
+            return ""
+        where, spelled = _describe(changed, rank), _spell(changed)
+        namesake = _spell(self.others.by_node.nodes[changed.name, rank])
+        if spelled == namesake:
+            return where
+        return f"{where}, where {shorten(namesake, _MOST_LETTERS)} is expected"
+
+    def _find_changed(self, node: fx.Node, rank: int | None) -> fx.Node | None:
+        """Go up from a node, as long as it stands in both graphs alike and an operand has another
+        value. Return the last one; None if the graphs do not say it.
+        """
+        expected, changed = self.others.by_node, None
+        while True:
+            namesake = expected.nodes.get((node.name, rank))
+            if namesake is None:
+                return changed
+            if _spell(node) != _spell(namesake):
+                return node
+            operands = node.all_input_nodes
+            differing = [n for n in operands if self._by_node.differ(expected, n.name, rank)]
+            if not differing:
+                break
+            node = changed = differing[0]
+
+        for operand in operands:  # a view makes nothing, so only what it is says that it is changed
+            if operand.op == "call_function" and not expected.has_values(operand.name, rank):
+                found = self._find_changed(operand, rank)
+                if found is not None:
+                    return found
+        return changed
+
+    def _have_same_nodes(self, rank: int | None) -> bool:
+        """Return whether nodes of one name are mostly one node, as before and after a pass."""
+        expected = self.others.by_node.nodes
+        same = 0
+        for (name, of_rank), node in expected.items():
+            own = self._by_node.nodes.get((name, of_rank))
+            same += own is not None and _spell(own) == _spell(node)
+        return 4 * same >= 3 * len(expected)
+
+
+def _describe(node: fx.Node, rank: int | None) -> str:
+    fqn = node_fqn(node)
+    text = f"node {node.name} ({node.target})"
+    if fqn:
+        text += f" of {fqn}"
+    if rank is not None:
+        text += f", rank {rank}"
+    return text
+
+
+def _spell(node: fx.Node) -> str:
+    """Return the call of a node, with its operands by their names."""
+    arguments = [str(each) for each in node.args]
+    arguments += [f"{name}={value}" for name, value in node.kwargs.items()]
+    return f"{node.target}({', '.join(arguments)})"
 
 
 def _describe_modules_before(node: fx.Node | None) -> str:

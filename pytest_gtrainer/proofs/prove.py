@@ -1113,7 +1113,8 @@ def find_origin(
     expected_elements = AllElements()
     trail = Trail(expected_elements)
     try:
-        programs[1].run(arithmetics[1], expected_elements)
+        with facts.watching({"node": expected_elements.by_node.enter_node}):
+            programs[1].run(arithmetics[1], expected_elements)
         with facts.watching({"node": trail.enter_node}):
             programs[0].run(arithmetics[0], trail)
         tensor = programs[0].last.get((first.result, first.rank))

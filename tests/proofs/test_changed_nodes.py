@@ -1,0 +1,84 @@
+"""A node that a pass has changed is named, also if its value is made elsewhere, too.
+
+Of ``sum(x) / 4`` a mean in place of the sum makes what the division should.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_gtrainer import prove, trace_step
+
+aten = torch.ops.aten
+EXPECTED = "where aten.sum.dim_IntList(mul, [0]) is expected"
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 6))
+
+    def forward(self, x):
+        return ((x * self.weight).sum(0) / 4).square()
+
+
+@pytest.fixture(scope="module")
+def gm():
+    return trace_step(Model(), lambda model, x: model(x).sum(), (torch.randn(4, 6),)).gm
+
+
+def changed(gm, target, *args):
+    """Return a copy in which the first sum is another call of the product."""
+    gm = copy.deepcopy(gm)
+    (node, *_) = gm.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+    node.target, node.args = target, (node.args[0], *args)
+    gm.recompile()
+    return gm
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [(aten.mean.dim, ([0],)), (aten.select.int, (0, 1)), (aten.amax.default, ([0],))],
+    ids=["mean", "select", "amax"],
+)
+def test_a_value_that_is_made_elsewhere(gm, target, args):
+    proof = prove(changed(gm, target, *args), gm)
+    assert proof.kind == "another function"
+    assert proof.origin == f"node sum_1 ({target}), {EXPECTED}"
+
+
+def test_a_value_that_nobody_else_makes_is_named_with_its_element(gm):
+    proof = prove(changed(gm, aten.prod.dim_int, 0), gm)
+    assert proof.origin == "node sum_1 (aten.prod.dim_int), element [0]"
+
+
+def test_a_change_that_nothing_new_is_computed_from():
+    """All values are made by the expected graph, at other places."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4, 6)
+    first = graph.call_function(aten.sum.dim_IntList, (x, [0]))
+    second = graph.call_function(aten.amax.default, (x, [0]))
+    chosen = graph.call_function(aten.select.int, (first, 0, 0))
+    graph.output((chosen, first, second))
+    expected = torch.fx.GraphModule({}, graph)
+    actual = copy.deepcopy(expected)
+    (node,) = actual.graph.find_nodes(op="call_function", target=aten.select.int)
+    node.args = (node.args[0], 0, 1)
+    actual.recompile()
+    origin = prove(actual, expected).origin
+    assert origin == "node select_int (aten.select.int), where aten.select.int(" + (
+        "sum_dim_int_list, 0, 0) is expected"
+    )
+
+
+def test_graphs_of_other_names_are_not_compared_by_name(gm):
+    """Names that two traces share by chance say nothing."""
+    actual = changed(gm, aten.mean.dim, [0])
+    for node in actual.graph.nodes:
+        if node.op == "call_function":
+            node.name = f"{node.name}_of_another_trace"
+    actual.recompile()
+    assert prove(actual, gm).origin.startswith("node div_of_another_trace (")

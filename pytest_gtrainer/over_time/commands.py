@@ -81,7 +81,8 @@ def compare(options: argparse.Namespace) -> int:
             write_page(result, Path(options.page))
         except OSError as error:
             return _complain(f"{options.page} cannot be written: {error.strerror}")
-    print("\n".join(result.lines(markdown=options.markdown, has_all=options.all)))
+    lines = result.lines(markdown=options.markdown, has_all=options.all, option="--all")
+    print("\n".join(lines))
     has_values = any(any(Path(folder).glob("*.values")) for folder in (options.a, options.b))
     if result.differences and not has_values and not options.markdown:
         print("next: record both with --values, and compare names elements and common factors")

@@ -7,8 +7,8 @@ as a random state, is then not compared, and said.
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import gcd, isfinite, prod
 from typing import Any
 
@@ -93,6 +93,7 @@ class Comparison:
         shorter: which run ends before the other one, in words; "" if both end together, as far as
             the steps that were recorded and what the trainers left show.
         compared: how many entries were compared.
+        parameters: names of the phase that differs which have moments, as ``w`` has ``w.exp_avg``.
         dropped: by piece of state that a resumed run did without, the first difference; see
             ``assert_resumes``.
     """
@@ -110,6 +111,7 @@ class Comparison:
     is_complete: bool = True
     shorter: str = ""
     compared: int = 0
+    parameters: frozenset[str] = frozenset()
     dropped: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -131,12 +133,15 @@ class Comparison:
         for line in self.surroundings + self.notes:
             yield one_line(line)
 
-    def lines(self, *, markdown: bool = False, has_all: bool = False) -> Iterator[str]:
+    def lines(
+        self, *, markdown: bool = False, has_all: bool = False, option: str = ""
+    ) -> Iterator[str]:
         """Yield the lines of the text, or of the page in Markdown.
 
         Args:
             markdown: whether it is a page in Markdown.
             has_all: whether all differences of the phase are listed, and not only the first ones.
+            option: of the command that prints the lines, to list all of them.
         """
         dash, indent, bold = "", "  ", ""
         if markdown:
@@ -163,14 +168,16 @@ class Comparison:
         yield from self.element
         for line in self.places:
             yield f"{indent}{one_line(line)}"
-        shown = others
+        groups = _by_parameter(others, self.parameters)
+        shown = groups
         if not has_all:
-            shown = others[: _MOST_SHOWN - 1]
-        for other in shown:
-            yield f"{indent}{other}"
-        left_out = len(others) - len(shown)
-        if left_out > 0:
-            yield f"{indent}and {counted(left_out, 'more difference')} in this phase: --all"
+            shown = groups[: _MOST_SHOWN - 1]
+        for group in shown:
+            yield f"{indent}{_join(group)}"
+        left_out = sum(map(len, groups[len(shown) :]))
+        if left_out:
+            hint = f": {option}" if option else ""
+            yield f"{indent}and {counted(left_out, 'more difference')} in this phase{hint}"
         for line in (*self.sizes, *filter(None, [self.exact])):
             yield f"{indent}{one_line(line)}"
         yield from self._table(first.step, markdown=markdown)
@@ -189,6 +196,44 @@ class Comparison:
                 yield f"| {phase} | {differing} | {number} |"
         if not markdown:
             yield f"step {step} in all, entries that differ: {', '.join(cells)}"
+
+
+def _parameter_of(name: str, parameters: Collection[str]) -> str:
+    """Return the parameter of a moment, or else the name itself.
+
+    >>> [_parameter_of(name, {"0.w"}) for name in ("0.w.exp_avg", "0.w", "0.b")]
+    ['0.w', '0.w', '0.b']
+    """
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        if ".".join(parts[:end]) in parameters:
+            return ".".join(parts[:end])
+    return name
+
+
+def _by_parameter(
+    differences: Sequence[Difference], parameters: Collection[str]
+) -> list[list[Difference]]:
+    """Put a parameter and its moments together where they differ alike."""
+    groups: dict[tuple[Any, ...], list[Difference]] = {}
+    for each in differences:
+        name = _parameter_of(each.name, parameters)
+        groups.setdefault((name, each.ranks, each.words), []).append(each)
+    return list(groups.values())
+
+
+def _join(group: Sequence[Difference]) -> Difference:
+    """Return differences of one parameter as one, with the names of all."""
+    first, *others = sorted(group, key=lambda each: len(each.name.split(".")))
+    if not others:
+        return first
+    depth = min(len(each.name.split(".")) for each in others) - 1
+    ends = [".".join(each.name.split(".")[depth:]) for each in others]
+    parent = ".".join(others[0].name.split(".")[:depth])
+    if first.name == parent:
+        return replace(first, name=f"{parent} and its {', '.join(ends)}")
+    ends.insert(0, ".".join(first.name.split(".")[depth:]))
+    return replace(first, name=f"{', '.join(ends)} of {parent}")
 
 
 def compare_runs(
@@ -536,6 +581,9 @@ class _Comparing:
         self.result.counts[phase] = len(found), number
         if not self.result.differences:
             self.result.differences = found
+            names = {**a, **b}
+            above = {name.rpartition(".")[0] for name in names}
+            self.result.parameters = frozenset(above & names.keys())
 
     def _is_rounded(self, step: int, phase: str, name: str) -> bool:
         """Return whether a value comes from a sum of a step that both sides have taken."""

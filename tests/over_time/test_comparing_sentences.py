@@ -192,8 +192,39 @@ def test_eight_differences_are_shown_unless_all_are_asked_for(tmp_path):
         rows = [f"  step 0, gradient: w{name}, rank 0" for name in range(1, count)]
         more = [f"  and {left} in this phase: --all"] if left else []
         last = f"step 0 in all, entries that differ: gradient {count} of {count}"
-        assert list(result.lines())[3:] == [*rows[:7], *more, last]
+        assert list(result.lines(option="--all"))[3:] == [*rows[:7], *more, last]
         assert list(result.lines(has_all=True))[3:] == [*rows, last]
+
+
+def test_a_failure_in_a_test_names_no_option_of_the_command(tmp_path):
+    a = record(tmp_path / "a", [{"gradient": {f"w{name}": tensor(1) for name in range(12)}}])
+    b = record(tmp_path / "b", [{"gradient": {f"w{name}": tensor(2) for name in range(12)}}])
+    text = str(compare_runs(a, b))
+    assert "  and 4 more differences in this phase\n" in text
+    assert "--all" not in text
+
+
+def test_moments_of_a_parameter_are_one_line(compared):
+    """With the parameter if it differs, too; apart where ranks or words are others."""
+
+    def optimiser(value):
+        entries = {"a": tensor(value), "0.w": tensor(value)}
+        entries |= {f"0.w.{key}": tensor(value) for key in ("step", "exp_avg", "exp_avg_sq")}
+        entries |= {"0.b": tensor(1), "0.b.exp_avg": tensor(value), "0.b.sum": tensor(value)}
+        entries |= {"0.v": tensor(1), "0.v.exp_avg": tensor(value), "norm.w": tensor(value)}
+        entries |= {"norm.b": tensor(value), "norm.b.sum": tensor(1, f"f{32 * value}")}
+        return [[{"optimiser": entries}]]
+
+    assert compared(optimiser(1), optimiser(2)) == [
+        "first difference: step 0, optimiser: a, rank 0",
+        "  step 0, optimiser: 0.w and its step, exp_avg, exp_avg_sq, rank 0",
+        "  step 0, optimiser: exp_avg, sum of 0.b, rank 0",
+        "  step 0, optimiser: 0.v.exp_avg, rank 0",
+        "  step 0, optimiser: norm.w, rank 0",
+        "  step 0, optimiser: norm.b, rank 0",
+        "  step 0, optimiser: norm.b.sum, rank 0: f32[2, 3] in A, f64[2, 3] in B",
+        "step 0 in all, entries that differ: optimiser 11 of 13",
+    ]
 
 
 def test_the_page_in_markdown_as_a_whole(tmp_path):

@@ -13,7 +13,7 @@ from torch import fx
 
 import pytest_gtrainer
 from pytest_gtrainer import extensions, facts, graphtext
-from pytest_gtrainer._torch.random_states import GeneratorStates
+from pytest_gtrainer._torch.random_states import GeneratorStates, random_states_kept
 from pytest_gtrainer.checks.checker import run_checks
 from pytest_gtrainer.checks.subject import Subject
 from pytest_gtrainer.checks.syntax import parse_check
@@ -28,7 +28,13 @@ from pytest_gtrainer.numerics.graph_inputs import (
     sample_tensor,
     try_extremes,
 )
-from pytest_gtrainer.numerics.graph_run import all_nan, run_graph, why_nothing_shows, with_one_nan
+from pytest_gtrainer.numerics.graph_run import (
+    all_nan,
+    copies,
+    run_graph,
+    why_nothing_shows,
+    with_one_nan,
+)
 from pytest_gtrainer.passes.graph_pass import (
     BoundPass,
     Pass,
@@ -41,6 +47,7 @@ from pytest_gtrainer.proofs.proof import AnotherFunction
 from pytest_gtrainer.proofs.prove import assert_same_function
 from pytest_gtrainer.testing.pass_file import PassFile, PassFileError, read_pass_file
 from pytest_gtrainer.worlds.fake import fake_world, make_mesh
+from pytest_gtrainer.worlds.simulated.interpreter.program import NodeByNode
 from pytest_gtrainer.worlds.simulated.net import NetModel
 from pytest_gtrainer.worlds.spec import World, WorldSpec
 
@@ -238,6 +245,12 @@ class _PassFileRun:
             raise AnotherFunction(f"{what}: {error}", error.proof) from None
         except ValueError as error:
             raise PassFileError(f"{what}: {error}") from None
+        except Exception as error:
+            inputs = _samples(self._before, what) if net is None else []
+            if net is not None or _why_it_does_not_run(self._gm, inputs) is None:
+                error.add_note(what)
+                raise
+            _refuse_not_running(self._gm, inputs, error, what)
 
     def _assert_text(self, expected: str, what: str) -> None:
         __tracebackhide__ = True
@@ -265,16 +278,22 @@ def assert_same_values(
     Raises:
         BitwiseDifference: the graphs differ.
         NothingShows: on ordinary inputs a result is NaN in every element, or all are empty.
-        PassFileError: an input is not a tensor of known sizes.
+        PassFileError: an input is not a tensor of known sizes, or ``before`` does not run.
+        FailedCheck: ``gm`` does not run; with the node.
     """
     __tracebackhide__ = True
-    generator = torch.Generator().manual_seed(0)
-    inputs = []
-    for node in before.graph.find_nodes(op="placeholder"):
-        inputs.append(sample(node.meta.get("val"), generator, what))
+    inputs = _samples(before, what)
     start = GeneratorStates.now()
     # A pass may leave the code of the graph stale: only the end of a pipeline recompiles.
     gm.recompile()
+
+    def run_after(given: list[Any]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        __tracebackhide__ = True
+        try:
+            return _run_named(gm, given, start)
+        except Exception as error:
+            _refuse_not_running(gm, given, error, what)
+            raise
 
     def check(description: str, changed: list[Any]) -> bool:
         __tracebackhide__ = True
@@ -282,7 +301,7 @@ def assert_same_values(
             outputs, state = _run_named(before, changed, start)
         except Exception as error:
             raise InputsRefused(f"{what}: it does not run on {description}: {error}") from error
-        outputs_after, state_after = _run_named(gm, changed, start)
+        outputs_after, state_after = run_after(changed)
         # Not ``assert_bitwise_equal``: it reports results that are not finite, and here they are
         # meant.
         verdict = compare(with_one_nan(outputs_after | state_after), with_one_nan(outputs | state))
@@ -290,8 +309,13 @@ def assert_same_values(
             raise BitwiseDifference(f"{what}, on {description}\n{verdict}", verdict)
         return not all_nan(outputs)
 
-    outputs_after, state_after = _run_named(gm, inputs, start)
-    outputs, state = _run_named(before, inputs, start)
+    try:
+        outputs, state = _run_named(before, inputs, start)
+    except Exception as error:
+        where, words = _end_of_run(before, inputs, error)
+        message = f"{what}: the graph before the passes does not run, {where} raises {words}"
+        raise PassFileError(message) from None
+    outputs_after, state_after = run_after(inputs)
     assert_bitwise_equal(outputs_after | state_after, outputs | state, what=what)
     silent = try_extremes(inputs, check) if extremes else []
     nothing = why_nothing_shows(outputs)
@@ -301,6 +325,50 @@ def assert_same_values(
             "where no difference shows: take a graph that gives numbers, or leave out `# values:`"
         )
     return silent
+
+
+def _samples(before: fx.GraphModule, what: str) -> list[Any]:
+    """Return a random tensor for each input."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = []
+    for node in before.graph.find_nodes(op="placeholder"):
+        inputs.append(sample(node.meta.get("val"), generator, what))
+    return inputs
+
+
+def _why_it_does_not_run(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[str, str] | None:
+    """Run a graph node by node; return the node that raises, and its error; None if none does."""
+    nodes: list[fx.Node] = []
+    try:
+        with (
+            facts.watching({"node": lambda node, rank: nodes.append(node)}),
+            random_states_kept(),
+            torch.no_grad(),
+        ):
+            NodeByNode(gm, None).run(*copies(inputs))
+    except Exception as error:
+        if not nodes:
+            return None
+        words = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return f"node {nodes[-1].name} ({nodes[-1].target})", words
+    return None
+
+
+def _end_of_run(gm: fx.GraphModule, inputs: Sequence[Any], error: Exception) -> tuple[str, str]:
+    """Return where a run of a graph ended with an error, and the error in a line."""
+    words = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return _why_it_does_not_run(gm, inputs) or ("the graph", words)
+
+
+def _refuse_not_running(
+    gm: fx.GraphModule, inputs: Sequence[Any], error: Exception, what: str
+) -> None:
+    """Raise a failure in one sentence, with the node, for a rewritten graph that does not run."""
+    __tracebackhide__ = True
+    where, words = _end_of_run(gm, inputs, error)
+    raise facts.FailedCheck(
+        f"{what}: the graph after the passes does not run, {where} raises {words}"
+    ) from None
 
 
 def _run_named(

@@ -154,6 +154,48 @@ def test_values_must_be_those_of_before(write):
         run(write(*FAKE, "# values: same", "# check: then neg", passes="twice_pass"))
 
 
+OF_SUMS = """\
+if I:
+  I.x: f32[4, 6]
+  I.y: f32[6]
+if fwd:
+  sum: f32[6] = aten.sum.dim_IntList(I.x, [0])
+  add: f32[6] = aten.add.Tensor(sum, I.y)
+if out:
+  yield fwd._.add
+"""
+
+
+def other_sum_pass(gm, example_inputs):
+    (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)
+    node.args = (node.args[0], [1])
+    return gm
+
+
+def run_other_sum(write, values, body):
+    directives = f"# values: {values}", "# check: count 1 aten.sum"
+    path = write(*directives, body=body, passes="other_sum_pass")
+    run_pass_file(path, passes={"other_sum_pass": other_sum_pass})
+
+
+@pytest.mark.parametrize("values", ["same", "reordered"])
+def test_a_graph_that_does_not_run_any_more_is_a_sentence_with_file_and_node(write, values):
+    with pytest.raises(facts.FailedCheck) as failure:
+        run_other_sum(write, values, OF_SUMS)
+    assert str(failure.value).startswith(
+        "a.fxgraph, after the passes against before: the graph after the passes does not run, "
+        "node add (aten.add.Tensor) raises RuntimeError: The size of tensor a (4) must match"
+    )
+    assert "\n" not in str(failure.value)
+    assert failure.value.__suppress_context__
+
+
+def test_a_graph_that_never_ran_is_a_mistake_of_the_file(write):
+    never = OF_SUMS.replace("I.y: f32[6]", "I.y: f32[5]")
+    with pytest.raises(PassFileError, match=r"the graph before the passes does not run, node add "):
+        run_other_sum(write, "same", never)
+
+
 def test_values_that_differ_are_named_as_the_file_names_them(write):
     """An output by its name there, else by its place."""
     named = BODY.replace("yield fwd._.neg", "w = fwd._.neg")

@@ -7,6 +7,7 @@ the graph are looked up by it, in copies of the model and of the inputs of one c
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -14,9 +15,11 @@ from torch import Tensor, fx, nn
 from pytest_gtrainer import facts
 from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode, CountReads
+from pytest_gtrainer.facts import counted
 from pytest_gtrainer.graph import name_of, split_path
-from pytest_gtrainer.graph.nodes import input_fqn
+from pytest_gtrainer.graph.nodes import input_fqn, leaves_of, value_of
 from pytest_gtrainer.proofs.programs import FunctionProgram, refuse_another_kind
+from pytest_gtrainer.proofs.state import tensors_of_model
 from pytest_gtrainer.worlds.simulated.interpreter.program import NodeByNode
 
 __tracebackhide__ = facts.hides_frames
@@ -33,17 +36,60 @@ def takes_state(gm: fx.GraphModule, function: Any, inputs: Any) -> bool:
     return any(node.meta.get("gt_input", {}).get("kind") in _OF_A_MODEL for node in placeholders)
 
 
-class TensorsOfFunction(FunctionProgram):
-    """A function whose results are the tensors that it returns, in order.
+class _WithoutPython(FunctionProgram):
+    """A program of which Python values, such as counters, are not compared.
 
-    Dynamo's graph returns them so: the code around it builds tuples and dicts.
+    Dynamo changes them in the code around its graph.
     """
 
+    def _python_values(self, function: Callable[..., Any], given: Sequence[Any]) -> dict[str, str]:
+        return {}
+
+
+class TensorsOfFunction(_WithoutPython):
+    """A function whose results are the tensors that it makes, in order.
+
+    Dynamo's graph returns them so: the code around it builds tuples and dicts, and returns inputs
+    and state of the model, and what it has returned before.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], inputs: Sequence[Any], gm: fx.GraphModule
+    ) -> None:
+        """Take ``inputs`` of the function, of which ``gm`` is a graph."""
+        super().__init__(function, inputs)
+        outputs = leaves_of(gm.graph.output_node().args)
+        self._returned = sum(
+            isinstance(each, fx.Node) and isinstance(value_of(each), Tensor) for each in outputs
+        )
+
     def _called(self, mode: ArithmeticMode, function: Callable[..., Any], given: list[Any]) -> Any:
-        return _tensors(super()._called(mode, function, given))
+        models = _models(function, given)
+        before = [tensors_of_model(each) for each in models]
+        outputs = super()._called(mode, function, given)
+        for model, held in zip(models, before, strict=True):
+            for path, tensor in tensors_of_model(model).items():
+                if tensor is not held.get(path):
+                    raise ValueError(
+                        f"the call puts another tensor into {path}, which Dynamo does in the code "
+                        "around its graph: compare a model that returns it"
+                    )
+        seen = {id(each) for each in pytree.tree_leaves(given)}
+        seen |= {id(tensor) for held in before for tensor in held.values()}
+        made = []
+        for tensor in _tensors(outputs):
+            if id(tensor) not in seen:
+                made.append(tensor)
+                seen.add(id(tensor))
+        if len(made) != self._returned:
+            raise ValueError(
+                f"the graph returns {counted(self._returned, 'tensor')}, and the call makes "
+                f"{len(made)}: is it the graph of this call?"
+            )
+        return tuple(made)
 
 
-class FilledGraph(FunctionProgram):
+class FilledGraph(_WithoutPython):
     """A graph that is called as the function that it was traced from."""
 
     def __init__(
@@ -52,8 +98,15 @@ class FilledGraph(FunctionProgram):
         """Take ``inputs`` of the function.
 
         Raises:
-            ValueError: an input of the graph that the call does not have, or of another size.
+            ValueError: an input of the graph that the call does not have, or of another size; the
+                graph is of a later stage than Dynamo's.
         """
+        stage = str(gm.meta.get("gt_stage", "dynamo")).rpartition(".")[2]
+        if stage != "dynamo":
+            raise ValueError(
+                f"the graph is that of the stage {stage!r}, which also returns what other stages "
+                "need: against the model give Dynamo's, record.dynamo"
+            )
         super().__init__(function, inputs)
         self.gm = gm
         for node, value in zip(self._placeholders(), self._values(function, inputs), strict=True):
@@ -64,26 +117,16 @@ class FilledGraph(FunctionProgram):
 
     def _values(self, function: Callable[..., Any], given: Sequence[Any]) -> list[Any]:
         """Return what the call gives to each placeholder."""
-        arguments = _arguments(function, given)
-        models = [each for each in (function, *pytree.tree_leaves(given)) if _is_model(each)]
+        call = _Call(function, given)
         values = []
         for node in self._placeholders():
-            kind = node.meta.get("gt_input", {}).get("kind")
-            path = [name_of(part) for part in split_path(input_fqn(node))]
             try:
-                if kind in _OF_A_MODEL:
-                    value = _value_at(models[0], path)
-                elif path[0] in arguments:
-                    value = _value_at(arguments[path[0]], path[1:])
-                else:  # the name of ``self``, and an attribute that is no buffer
-                    value = _value_at(models[0], path[1:] if len(path) > 1 else path)
-            except (AttributeError, LookupError, ValueError, TypeError):
+                values.append(call.value_of(node))
+            except (AttributeError, LookupError, TypeError):
                 raise ValueError(
                     f"the graph takes {input_fqn(node)!r}, which a call of {_name(function)} with "
-                    "inputs= does not have: give the inputs of the call that was traced, and of "
-                    "torch.compile the graph of Dynamo"
+                    "inputs= does not have: give the inputs of the call that was traced"
                 ) from None
-            values.append(value)
         return values
 
     def _called(self, mode: ArithmeticMode, function: Callable[..., Any], given: list[Any]) -> Any:
@@ -92,8 +135,69 @@ class FilledGraph(FunctionProgram):
             return _tensors(NodeByNode(self.gm, None).run(*values))
 
 
-def _is_model(value: Any) -> bool:
-    return isinstance(value, nn.Module)
+class _Call:
+    """A call of a function, in which the inputs of its graph are found."""
+
+    def __init__(self, function: Callable[..., Any], given: Sequence[Any]) -> None:
+        self._given = given
+        self._arguments = _arguments(function, given)
+        self._models = _models(function, given)
+        called = function.forward if isinstance(function, nn.Module) else function
+        self._globals = getattr(inspect.unwrap(called), "__globals__", {})
+
+    def value_of(self, node: fx.Node) -> Any:
+        """Return what the call gives to a placeholder.
+
+        Raises:
+            AttributeError, LookupError, TypeError: the call does not have it.
+            ValueError: two models of the call have it.
+        """
+        path = [name_of(part) for part in split_path(input_fqn(node))]
+        first, *rest = path
+        if first in self._arguments:
+            return _number_or_tensor(_value_at(self._arguments[first], rest))
+        if first == "args" and rest and self._is_wrapped(rest[0]):
+            # Dynamo compiles modules of libraries, and those with hooks, in a wrapper.
+            return _number_or_tensor(_value_at(self._given[int(rest[0])], rest[1:]))
+        # The first part is the name of ``self`` for an attribute that is no buffer.
+        paths = [path]
+        if node.meta.get("gt_input", {}).get("kind") not in _OF_A_MODEL and rest:
+            paths = [rest, path]
+        for each in paths:
+            found = self._in_models(each)
+            if len(found) > 1:
+                raise ValueError(
+                    f"the graph takes {input_fqn(node)!r}, and {counted(len(found), 'model')} of "
+                    "the call have that: prove a function that takes one of them"
+                )
+            if found:
+                return found[0]
+        return _number_or_tensor(_value_at(self._globals[first], rest))
+
+    def _in_models(self, path: Sequence[str]) -> list[Any]:
+        """Return what models of the call, and lists and dicts of them, have at a path."""
+        containers = [each for each in self._given if isinstance(each, list | tuple | dict)]
+        found = {}
+        for holder in (*self._models, *containers):
+            with suppress(AttributeError, LookupError, TypeError):
+                value = _number_or_tensor(_value_at(holder, path))
+                found[id(value)] = value
+        return list(found.values())
+
+    def _is_wrapped(self, place: str) -> bool:
+        return place.isdigit() and int(place) < len(self._given)
+
+
+def _number_or_tensor(value: Any) -> Any:
+    if not isinstance(value, Tensor | int | float | bool):
+        raise TypeError(f"{type(value).__name__} is no input of a graph")
+    return value
+
+
+def _models(function: Callable[..., Any], given: Sequence[Any]) -> list[nn.Module]:
+    """Return the modules of a call."""
+    leaves = (function, *pytree.tree_leaves(given))
+    return [each for each in leaves if isinstance(each, nn.Module)]
 
 
 def _arguments(function: Callable[..., Any], given: Sequence[Any]) -> Mapping[str, Any]:
@@ -113,7 +217,7 @@ def _value_at(value: Any, path: Sequence[str]) -> Any:
         if isinstance(value, nn.Module):
             value = getattr(value, name)
         elif isinstance(value, Mapping):
-            value = value[name] if name in value else value[int(name)]
+            value = {str(key): each for key, each in value.items()}[name]
         elif isinstance(value, list | tuple) and name.isdigit():
             value = value[int(name)]
         else:

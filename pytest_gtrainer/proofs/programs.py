@@ -532,7 +532,7 @@ class FunctionProgram(Program):
         captured = captured_by(self.function)
         for name, tensor in (state | captured).items():
             observed.note_before(mode, (f"{name}{AFTERWARDS}", None), tensor.detach())
-        values = python_values(function, given)
+        values = self._python_values(function, given)
         # The function reads these tensors themselves, so the run cannot have copies: they are
         # restored after it.
         for tensor in captured.values():
@@ -541,7 +541,7 @@ class FunctionProgram(Program):
         observed.put_back.callback(put_modes_back, modes_of_torch())
         outputs = self._called(mode, function, given)
         check_outputs(outputs)
-        observed.note_values(values, python_values(function, given))
+        observed.note_values(values, self._python_values(function, given))
         named = named_outputs(outputs)
         for name, leaf in named.items():
             observed.outputs[name, None] = leaf.detach()
@@ -555,6 +555,10 @@ class FunctionProgram(Program):
             if tensor.is_leaf and tensor.grad is not None:
                 observed.outputs[f"gradient of {name}", None] = tensor.grad.detach()
                 observed.trains = None
+
+    def _python_values(self, function: Callable[..., Any], given: Sequence[Any]) -> dict[str, str]:
+        """Return the values of Python that a call may change."""
+        return python_values(function, given)
 
     def _called(self, mode: ArithmeticMode, function: Callable[..., Any], given: list[Any]) -> Any:
         try:

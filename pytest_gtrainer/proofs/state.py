@@ -777,6 +777,28 @@ def _is_assigned(cell: types.CellType) -> bool:
     return True
 
 
+def tensors_of_model(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that are attributes of a module and of its submodules, of any kind."""
+    found = dict(model.named_parameters(remove_duplicate=False))
+    found |= dict(model.named_buffers(remove_duplicate=False))
+    for path, part in model.named_modules(remove_duplicate=False):
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor):
+                found[f"{path}.{name}" if path else name] = value
+    return found
+
+
+def _copy_computed(value: Any, memo: dict[int, Any]) -> None:
+    """Note copies of the tensors that a module keeps of a run, for ``deepcopy``.
+
+    It refuses to copy what autograd has computed.
+    """
+    if isinstance(value, nn.Module):
+        for tensor in tensors_of_model(value).values():
+            if not tensor.is_leaf and id(tensor) not in memo:
+                memo[id(tensor)] = tensor.detach().clone()
+
+
 def copy_of(values: list[Any]) -> list[Any]:
     """Return copies of the tensors and modules in a structure; what is shared stays shared.
 
@@ -803,6 +825,7 @@ def copy_of(values: list[Any]) -> list[Any]:
             leaf = leaf.detach()
         if not isinstance(leaf, nn.Module | Tensor):
             return leaf
+        _copy_computed(leaf, memo)
         made = copy.deepcopy(leaf, memo)
         if isinstance(leaf, nn.Module):
             for own, new in zip(leaf.parameters(), made.parameters(), strict=True):

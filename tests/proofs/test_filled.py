@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from pytest_gtrainer import AnotherFunction, assert_same_function, gt_compile
+from pytest_gtrainer.proofs.state import copy_of
 
 pytestmark = pytest.mark.second_tier
 
@@ -76,11 +77,118 @@ def test_a_graph_with_a_mistake_is_another_function(model: Model):
 def test_another_stage_and_inputs_of_another_kind_are_refused(model: Model):
     with gt_compile() as record:
         torch.compile(model)(TOKENS).sum().backward()
-    with pytest.raises(ValueError, match=r"'gradient\.output_0', which a call of Model with"):
-        assert_same_function(record.joint, model, inputs=(TOKENS,))
     with pytest.raises(ValueError, match=r"input tokens is a tensor of torch\.float32"):
         assert_same_function(record.dynamo, model, inputs=(TOKENS.float(),))
     with pytest.raises(ValueError, match=r"Model cannot be called with inputs=: .*'tokens'"):
         assert_same_function(record.dynamo, model, inputs=())
     with pytest.raises(ValueError, match=r"which a call of Linear with inputs= does not have"):
         assert_same_function(record.dynamo, nn.Linear(4, 4), inputs=(TOKENS,))
+
+
+class Returning(nn.Module):
+    """Returns what ``function`` makes of the module, its input and a hidden value."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+        self.function, self.calls = function, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.function(self, x, self.l(x))
+
+
+ROWS = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda self, x, h: (h, h * 2, h),
+        lambda self, x, h: (x, h, {"rows": x.shape[0], "none": None}),
+        lambda self, x, h: [h, self.l.weight, self.l.bias],
+    ],
+    ids=["twice", "an input", "parameters"],
+)
+def test_what_is_given_again_and_counters_are_of_the_code_around_the_graph(function):
+    model = Returning(function)
+    graph = graph_of(model, ROWS)
+    assert_same_function(graph, model, inputs=(ROWS,), at_least="identical")
+    linear = graph.graph.find_nodes(op="call_function", target=torch.nn.functional.linear)[0]
+    x, weight, _ = linear.args
+    linear.args = (x, weight)
+    with pytest.raises(AnotherFunction):
+        assert_same_function(graph, model, inputs=(ROWS,))
+
+
+def test_a_tensor_that_is_kept_in_an_attribute_is_refused():
+    def keep(self, x, h):
+        self.cache = h
+        return h * 2
+
+    model = Returning(keep)
+    graph = graph_of(model, ROWS)
+    with pytest.raises(ValueError, match="the call puts another tensor into cache, which Dynamo"):
+        assert_same_function(graph, model, inputs=(ROWS,))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [lambda: nn.Linear(4, 4), lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))],
+    ids=["linear", "sequential"],
+)
+def test_modules_of_torch_are_compiled_in_a_wrapper(model):
+    model = model()
+    graph = graph_of(model, ROWS)
+    assert_same_function(graph, model, inputs=(ROWS,), at_least="identical")
+
+
+def test_of_two_models_each_has_its_own_parameters():
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+
+    def distil(teacher, student, x):
+        return (teacher(x) - student(x)).square().mean()
+
+    def both(models, x):
+        return models[0](x) * 2 - models[1](x)
+
+    def second(teacher, student, x):
+        return student(x)
+
+    inputs = (*models, ROWS)
+    assert_same_function(graph_of(distil, *inputs), distil, inputs=inputs)
+    assert_same_function(graph_of(both, models, ROWS), both, inputs=(models, ROWS))
+    with pytest.raises(ValueError, match="takes 'weight', and 2 models of the call have that"):
+        assert_same_function(graph_of(second, *inputs), second, inputs=inputs)
+
+
+SCALE = torch.full((4,), 3.0)
+
+
+def test_a_tensor_of_a_module_of_python_is_found():
+    model = Returning(lambda self, x, h: h * SCALE)
+    graph = graph_of(model, ROWS)
+    assert_same_function(graph, model, inputs=(ROWS,), at_least="identical")
+
+
+@pytest.mark.parametrize("stage", ["forward", "joint"])
+def test_graphs_of_later_stages_are_refused(stage):
+    model = nn.Linear(4, 4)
+    with gt_compile() as record:
+        torch.compile(model)(ROWS).sum().backward()
+    with pytest.raises(ValueError, match=f"the graph is that of the stage '{stage}', which also"):
+        assert_same_function(getattr(record, stage), model, inputs=(ROWS,))
+
+
+def test_a_graph_of_another_call_has_other_results(model: Model):
+    graph = graph_of(model, TOKENS)
+    with pytest.raises(ValueError, match="the graph returns 1 tensor, and the call makes 2"):
+        assert_same_function(graph, model, inputs=(TOKENS, torch.randn(4)))
+
+
+def test_a_model_that_keeps_a_result_of_a_run_is_copied(model: Model):
+    """``deepcopy`` refuses what autograd has computed."""
+    model.cache = model.other = model(TOKENS)
+    again, _ = copy_of([model, TOKENS])
+    assert again.cache is again.other
+    assert torch.equal(again.cache, model.cache)

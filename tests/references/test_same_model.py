@@ -986,3 +986,22 @@ def test_the_reference_runs_on_one_rank_unless_it_communicates(own_step, gt_mesh
     # Once before the parallel model is built, on all ranks.
     ran_again = Counted.calls > batches
     assert ran_again == (dist.get_rank() == 0 or own_step is communicating_squares)
+
+
+@pytest.mark.gt_world("simulated", size=2, mesh={"dp": 2})
+def test_autocast_around_the_check_is_that_of_both_sides(gt_mesh):
+    def parallel(mesh):
+        return fully_shard(nn.Linear(8, 8), mesh=mesh)
+
+    def step(model, x):
+        y = model(x)
+        assert y.dtype == torch.bfloat16
+        return y.float().square().mean()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        proof = assert_same_model(
+            parallel, lambda: nn.Linear(8, 8), step, lambda _: (torch.randn(4, 8),), mesh=gt_mesh
+        )
+    # Losses are equal with their casts. Ranks round gradients before the mean of these is taken.
+    assert proof.kind == "rounds elsewhere"
+    assert proof.first.result == "gradient of weight"

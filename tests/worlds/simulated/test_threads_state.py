@@ -385,3 +385,17 @@ def test_a_rank_that_is_inside_keeps_nothing_of_the_others():
         return [call.outputs[0].item() for call in calls.calls if call.is_collective]
 
     assert run_threads(3, step, net=NET) == [[3.0]] * 3
+
+
+def test_autocast_of_the_caller_holds_on_each_rank():
+    """It belongs to a thread: a side on threads would else compute in another dtype."""
+
+    def settings(rank):
+        at = torch.is_autocast_cache_enabled()
+        return torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype, at, torch.get_autocast_dtype("cpu")
+
+    with torch.autocast("cpu", torch.float16, cache_enabled=False):
+        found = run_threads(2, settings, net=NetModel.of_world(2))
+    assert found == [(torch.float16, False, torch.float16)] * 2
+    assert run_threads(2, settings, net=NetModel.of_world(2))[1][0] == torch.float32
+    assert not torch.is_autocast_enabled("cpu")

@@ -60,7 +60,8 @@ def run_threads(
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on ``size`` ranks of this process.
 
-    Every rank finds ``torch.distributed`` initialised, and adds in the order of ``net``.
+    Every rank finds ``torch.distributed`` initialised, and adds in the order of ``net``. Autocast of
+    the caller is on in each.
 
     Args:
         under: makes a context for the function of each rank, and one for each collective, such as a
@@ -106,6 +107,21 @@ def run_threads(
             return crew.run(timeout)
 
 
+def _autocasts_of_this_thread() -> dict[str, dict[str, Any]]:
+    """Return the options of the autocast that is on, by device type.
+
+    It belongs to a thread, and whoever enters it around a simulated world means all ranks.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            found[device] = {
+                "dtype": torch.get_autocast_dtype(device),
+                "cache_enabled": torch.is_autocast_cache_enabled(),
+            }
+    return found
+
+
 @contextmanager
 def freed_at_once() -> Iterator[None]:
     """Make glibc return blocks of 128 KiB and more as they are freed (mallopt(3)) inside.
@@ -139,6 +155,7 @@ class _Crew:
         self._team = ThreadTeam(size)
         self._groups = SharedGroups(self._team, net, under)
         self._function, self._args, self._under = function, args, under
+        self._autocasts = _autocasts_of_this_thread()
         self._results: list[Any] = [None] * size
         # No name of a group means anything in another run.
         self._first_group = next(_runs) * _NAMES_A_RUN
@@ -211,7 +228,9 @@ class _Crew:
                 group = ThreadGroup(self._groups, rank, str(self._first_group), range(team.size))
                 torch_threads.register_default_group(group, NoStore())
                 try:
-                    with self._under():
+                    with self._under(), ExitStack() as stack:
+                        for device, options in self._autocasts.items():
+                            stack.enter_context(torch.autocast(device, **options))
                         self._results[rank] = self._function(rank, *self._args)
                 finally:
                     # An abandoned rank may come here after the run, when the registry is no longer

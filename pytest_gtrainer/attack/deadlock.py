@@ -30,6 +30,7 @@ from pytest_gtrainer.attack.queues import (
     orders_by_luck,
     rings_of_luck,
 )
+from pytest_gtrainer.facts import counted
 from pytest_gtrainer.graph.collectives import (
     communicates_unseen,
     group_of,
@@ -63,8 +64,18 @@ _EVEN = (
     "scatter_",
 )
 """Collectives whose payloads have one size on all ranks."""
-_GATHERS = ("_allgather_base_", "allgather_into_tensor_coalesced_")
-_SCATTERS = ("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_")
+# Of these a rank has a part and a whole, or a list with a tensor for each rank.
+_GATHERS = (
+    "_allgather_base_",
+    "allgather_into_tensor_coalesced_",
+    "all_gather_into_tensor_out",
+)
+_SCATTERS = (
+    "_reduce_scatter_base_",
+    "reduce_scatter_tensor_coalesced_",
+    "reduce_scatter_tensor_out",
+)
+_IN_LISTS = ("allgather_", "gather_", "reduce_scatter_", "scatter_")
 _CALL_ONCE = ("invoke_subgraph", "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint")
 """Higher-order operators that run their graph once, where they are called."""
 
@@ -622,18 +633,40 @@ def _check_group(node: fx.Node, count: int) -> None:
             f"{node.name} has the root {root} in a group of {count} ranks: roots are counted in "
             "their group"
         )
-    if type(size) is int and size != count:
+    # The ranks of the older operators are those of all groups.
+    if type(size) is int and size != count and ranks_given(node) is None:
         raise ValueError(f"{node.name} has group_size {size}, and its group has {count} ranks")
 
-    if short_name(node) in _GATHERS:  # those of c10d have no group_size
-        parts, wholes = ("input_tensor", "inputs"), ("output_tensor", "outputs")
-    elif short_name(node) in _SCATTERS:
-        parts, wholes = ("output_tensor", "outputs"), ("input_tensor", "inputs")
-    else:
-        return
-    of_one = map(_numel, leaves_of(argument_of(node, *parts)))
-    of_all = map(_numel, leaves_of(argument_of(node, *wholes)))
-    for part, whole in zip(of_one, of_all, strict=True):
+    given = argument_of(node, "input_tensor", "input_tensors", "inputs", "input")
+    made = argument_of(node, "output_tensor", "output_tensors", "outputs", "out")
+    name = short_name(node)
+    if name in _IN_LISTS:
+        _check_lists(node, made if name in ("allgather_", "gather_") else given, count)
+    elif name in _GATHERS:
+        _check_sizes(node, given, made, count)
+    elif name in _SCATTERS:
+        _check_sizes(node, made, given, count)
+
+
+def _check_lists(node: fx.Node, lists: Any, count: int) -> None:
+    """Check that a list has a tensor for each rank; one that is empty is not of the root."""
+    for each in lists:
+        if len(each) not in (0, count):
+            raise ValueError(
+                f"{node.name} has a list of {counted(len(each), 'tensor')}, and its group has "
+                f"{count} ranks"
+            )
+
+
+def _check_sizes(node: fx.Node, parts: Any, wholes: Any, count: int) -> None:
+    """Check that each whole has the elements of as many parts as the group has ranks."""
+    of_one, of_all = leaves_of(parts), leaves_of(wholes)
+    if len(of_one) != len(of_all):
+        raise ValueError(
+            f"{node.name} has {counted(len(of_one), 'tensor')} of each rank, and "
+            f"{len(of_all)} of all ranks"
+        )
+    for part, whole in zip(map(_numel, of_one), map(_numel, of_all), strict=True):
         if part is not None and whole is not None and part * count != whole:
             raise ValueError(
                 f"{node.name} has {whole} elements of all ranks and {part} of each, and its group "

@@ -181,10 +181,8 @@ class Fuzzer:
             self.note(f"{path}\n{failure.kind}: {failure.words}\n{words}")
             return
 
-        reduction, begun = (
-            Reduction(text, again, judge, lambda _: None, self.note),
-            time.monotonic(),
-        )
+        reduction = Reduction(text, again, judge, lambda _: None, self.note)
+        begun = time.monotonic()
         try:
             reduction.run()
         finally:  # also if the user interrupts it

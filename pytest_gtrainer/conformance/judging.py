@@ -535,13 +535,13 @@ def _process_kept() -> Iterator[None]:
     Else the rules "state" that come later would find it changed already, and other rules would
     blame another pass.
     """
-    modes, switches = modes_of_torch(), knobs.values(knobs.GUARDED)
+    modes, switches = modes_of_torch(), knobs.values()
     with random_states_kept():
         try:
             yield
         finally:
             put_modes_back(modes)
-            for knob in knobs.GUARDED:
+            for knob in knobs.KNOBS:
                 was, now = switches[knob.name], knob.read()
                 if was != now and knobs.NOT_LOADED not in (was, now):
                     knob.write(was)

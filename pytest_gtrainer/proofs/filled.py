@@ -28,11 +28,15 @@ _OF_A_MODEL = ("parameter", "buffer")
 
 
 def takes_state(gm: fx.GraphModule, function: Any, inputs: Any) -> bool:
-    """Return whether a graph takes the state of a model as inputs, and the call has the model."""
+    """Return whether a graph takes the state of a model as inputs, and the call has the model.
+
+    A call with as many inputs as the graph gives it the state itself.
+    """
     given = pytree.tree_leaves(inputs)
-    if not any(isinstance(each, nn.Module) for each in (function, *given)):
-        return False
     placeholders = gm.graph.find_nodes(op="placeholder")
+    gives_state = len(given) == len(placeholders) and not _models(None, given)
+    if gives_state or not _models(function, given):
+        return False
     return any(node.meta.get("gt_input", {}).get("kind") in _OF_A_MODEL for node in placeholders)
 
 
@@ -194,7 +198,7 @@ def _number_or_tensor(value: Any) -> Any:
     return value
 
 
-def _models(function: Callable[..., Any], given: Sequence[Any]) -> list[nn.Module]:
+def _models(function: Any, given: Sequence[Any]) -> list[nn.Module]:
     """Return the modules of a call."""
     leaves = (function, *pytree.tree_leaves(given))
     return [each for each in leaves if isinstance(each, nn.Module)]

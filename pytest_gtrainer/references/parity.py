@@ -7,7 +7,6 @@ have failed, so it raises instead of passing. In a simulated world a difference 
 *path*: where the element sits on either side, and in which order each side adds it.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -271,7 +270,7 @@ def _parity_on_ranks(
     failed = on_any_rank(failure is not None)
     if failure is not None:
         raise failure
-    _warn_of_idle_clipping(config, record)
+    _note_idle_clipping(config, record)
     if failed:  # no rank may start a control that another does not join
         return Parity(record, expected, None, layouts["eager"])
 
@@ -284,8 +283,8 @@ def _parity_on_ranks(
     return Parity(record, expected, control, layouts["eager"], unread)
 
 
-def _warn_of_idle_clipping(config: TrainConfig, record: Record) -> None:
-    """Warn if no gradient of a run was clipped, though it was to be: nothing tested the clipping.
+def _note_idle_clipping(config: TrainConfig, record: Record) -> None:
+    """Say in the summary if clipping has changed no gradient of a run, so that nothing tested it.
 
     An infinite ``max_norm`` asks for the norm alone. A rank without gradients knows nothing.
     """
@@ -294,10 +293,9 @@ def _warn_of_idle_clipping(config: TrainConfig, record: Record) -> None:
     clipped = record.select(phase="clipped")
     before = [record[key._replace(phase="gradient")] for key in clipped]
     if any(map(torch.count_nonzero, before)) and all(map(torch.equal, clipped.values(), before)):
-        warnings.warn(
-            f"max_norm={config.max_norm:g} has clipped nothing: the norm of no step was above it. "
-            "To test the clipping, take a smaller one",
-            stacklevel=3,
+        facts.emit(
+            "idle",
+            what=f"max_norm={config.max_norm:g} has changed no gradient: a smaller one tests it",
         )
 
 
@@ -401,7 +399,7 @@ def _simulated_parity(
             row=row,
             explain=explain,
         )
-        _warn_of_idle_clipping(subject.config, record)
+        _note_idle_clipping(subject.config, record)
         if proof:
             proven = require_identical(prove_training(subject, config, world), _WHAT, row)
             return Parity(record, eager.record, None, eager.layout, unread, proven)

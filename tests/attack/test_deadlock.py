@@ -698,34 +698,69 @@ def test_a_root_outside_of_the_group(kind, root):
         assert_no_deadlock({0: made(root), 1: made(root)}, groups=GROUPS)
 
 
-@pytest.mark.parametrize("is_gather", [True, False])
-@pytest.mark.parametrize("is_coalesced", [True, False])
-def test_sizes_of_an_operator_in_place_are_of_its_group(is_gather, is_coalesced):
-    names = {
-        (True, True): "allgather_into_tensor_coalesced_",
-        (True, False): "_allgather_base_",
-        (False, True): "reduce_scatter_tensor_coalesced_",
-        (False, False): "_reduce_scatter_base_",
-    }
+def of_sizes(target, arguments, sizes, **options):
+    """A graph of one call, whose tensors have these numbers of elements."""
+    graph = fx.Graph()
+    inputs = {}
+    for name, size in sizes.items():
+        inputs[name] = graph.placeholder(name)
+        inputs[name].meta["val"] = torch.empty(size, device="meta")
+    filled = torch.utils._pytree.tree_map(
+        lambda each: inputs.get(each, each), (tuple(arguments), options)
+    )
+    graph.call_function(target.default, *filled)
+    graph.output(())
+    return fx.GraphModule({}, graph)
 
-    def made(count):
-        graph = fx.Graph()
-        one, every = graph.placeholder("one"), graph.placeholder("every")
-        one.meta["val"] = torch.empty(3, device="meta")
-        every.meta["val"] = torch.empty(3 * count, device="meta")
-        given = [every, one] if is_gather else [one, every]
-        if is_coalesced:
-            given = [[given[0]] * 2, [given[1]] * 2]
-        reduction = [] if is_gather else ["sum"]
-        operator = getattr(torch.ops.c10d, names[is_gather, is_coalesced]).default
-        graph.call_function(operator, (*given, "pp", *reduction))
-        graph.output(())
-        return fx.GraphModule({}, graph)
 
-    assert_no_deadlock({0: made(2), 1: made(2)}, groups=GROUPS)
+c10d = torch.ops.c10d
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "options"),
+    [
+        (c10d._allgather_base_, ["whole", "part", "pp"], {}),
+        (c10d.allgather_into_tensor_coalesced_, [["whole"] * 2, ["part"] * 2, "pp"], {}),
+        (functional.all_gather_into_tensor_out, ["part", 2, "pp"], {"out": "whole"}),
+        (c10d._reduce_scatter_base_, ["part", "whole", "pp", "sum"], {}),
+        (c10d.reduce_scatter_tensor_coalesced_, [["part"] * 2, ["whole"] * 2, "pp", "sum"], {}),
+        (functional.reduce_scatter_tensor_out, ["whole", "sum", 2, "pp"], {"out": "part"}),
+    ],
+    ids=lambda each: str(getattr(each, "__name__", "")),
+)
+def test_sizes_of_an_operator_in_place_are_of_its_group(target, arguments, options):
+    right = of_sizes(target, arguments, {"part": 3, "whole": 6}, **options)
+    assert_no_deadlock({0: right, 1: right}, groups=GROUPS)
+    wrong = of_sizes(target, arguments, {"part": 3, "whole": 9}, **options)
     says = "has 9 elements of all ranks and 3 of each, and its group has 2 ranks"
     with pytest.raises(ValueError, match=says):
-        assert_no_deadlock({0: made(3), 1: made(3)}, groups=GROUPS)
+        assert_no_deadlock({0: right, 1: wrong}, groups=GROUPS)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda many: (c10d.allgather_, [[["part"] * many], ["part"], "pp"]),
+        lambda many: (c10d.reduce_scatter_, [["part"], [["part"] * many], "pp", "sum"]),
+        lambda many: (c10d.gather_, [[["part"] * many], ["part"], "pp", 0]),
+        lambda many: (c10d.scatter_, [["part"], [["part"] * many], "pp", 0]),
+    ],
+    ids=["all_gather", "reduce_scatter", "gather", "scatter"],
+)
+def test_a_list_has_a_tensor_for_each_rank_of_the_group(call):
+    right = of_sizes(*call(2), {"part": 3})
+    assert_no_deadlock({0: right, 1: right}, groups=GROUPS)
+    for many, words in ((1, "1 tensor"), (3, "3 tensors")):
+        wrong = of_sizes(*call(many), {"part": 3})
+        with pytest.raises(ValueError, match=f"a list of {words}, and its group has 2 ranks"):
+            assert_no_deadlock({0: right, 1: wrong}, groups=GROUPS)
+
+
+def test_lists_of_unequal_length():
+    target = c10d.allgather_into_tensor_coalesced_
+    wrong = of_sizes(target, [["whole"], ["part"] * 2, "pp"], {"part": 3, "whole": 6})
+    with pytest.raises(ValueError, match="has 2 tensors of each rank, and 1 of all ranks"):
+        assert_no_deadlock({0: wrong, 1: wrong}, groups=GROUPS)
 
 
 def test_a_value_may_be_waited_for_twice():

@@ -1,5 +1,6 @@
 """The rule ``state``: what a pass leaves changed in its process."""
 
+import os
 import random
 import signal
 import sys
@@ -45,15 +46,17 @@ CHANGES = {
         torch.use_deterministic_algorithms(True)
     ),
     "torch.is_grad_enabled() from True to False": lambda: torch.set_grad_enabled(False),
+    "OMP_DYNAMIC from": lambda: os.environ.update(OMP_DYNAMIC="true"),
     "autocast from": lambda: torch.autocast("cpu").__enter__(),
     "the default device from cpu to meta": lambda: torch.set_default_device("meta"),
 }
 
 
 @pytest.fixture(autouse=True)
-def put_back():
+def put_back(monkeypatch):
     settings = [(read(), write) for read, write in SETTINGS]
     modes = [(read(), write) for read, write in MODES.values()]
+    monkeypatch.delenv("OMP_DYNAMIC", raising=False)
     with random_states_kept():
         yield
     for value, write in (*modes, *settings):

@@ -143,6 +143,17 @@ def test_modules_of_torch_are_compiled_in_a_wrapper(model):
     assert_same_function(graph, model, inputs=(ROWS,), at_least="identical")
 
 
+def test_a_module_may_be_given_the_state_as_the_graph_is():
+    class Functional(nn.Module):
+        def forward(self, weight, bias, x):
+            return (nn.functional.linear(x, weight, bias),)
+
+    model = nn.Linear(4, 4)
+    inputs = (model.weight, model.bias, ROWS)
+    graph = graph_of(model, ROWS)
+    assert_same_function(graph, Functional(), inputs=inputs, at_least="identical")
+
+
 def test_of_two_models_each_has_its_own_parameters():
     models = [nn.Linear(4, 4), nn.Linear(4, 4)]
 

@@ -70,7 +70,7 @@ class StageGraphs:
             ValueError: there is no such part, or ``values`` lacks what one takes.
         """
         for name in parts:
-            if name not in self.parts:
+            if not isinstance(name, str) or name not in self.parts:
                 raise ValueError(f"a stage has no part {name!r}; it has {', '.join(self.parts)}")
             part = self.parts[name]
             missing = [taken for taken in part.takes if taken not in values]
@@ -105,7 +105,8 @@ def split_stage_graph(
         moved: nodes that are to run in another part than their own, by its name.
 
     Raises:
-        ValueError: the graph is not of a stage, or ``moved`` names no part.
+        ValueError: the graph is not of a stage, or ``moved`` names no part, or a node that
+            computes nothing in it.
         PlanError: a node reads what a later part computes, or would write or draw in another order.
     """
     outputs = gm.graph.output_node().meta.get(STAGE_OUTPUTS)
@@ -117,6 +118,11 @@ def split_stage_graph(
     for node, part in (moved or {}).items():
         if part not in PARTS:
             raise ValueError(f"a stage has no part {part!r}; it has {', '.join(PARTS)}")
+        if node not in part_of:
+            raise ValueError(
+                f"moved has {node}, which computes nothing in this graph: take a node of gm.graph, "
+                "after its passes"
+            )
         part_of[node] = PARTS.index(part)
     _check_order(gm, part_of)
     results = results_of(gm)

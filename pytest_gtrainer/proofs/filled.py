@@ -17,7 +17,7 @@ from pytest_gtrainer._torch.values import pytree
 from pytest_gtrainer.arithmetic.mode import ArithmeticMode, CountReads
 from pytest_gtrainer.facts import counted
 from pytest_gtrainer.graph import name_of, split_path
-from pytest_gtrainer.graph.nodes import input_fqn, leaves_of, value_of
+from pytest_gtrainer.graph.nodes import input_fqn
 from pytest_gtrainer.proofs.programs import FunctionProgram, refuse_another_kind
 from pytest_gtrainer.proofs.state import tensors_of_model
 from pytest_gtrainer.worlds.simulated.interpreter.program import NodeByNode
@@ -57,16 +57,6 @@ class TensorsOfFunction(_WithoutPython):
     and state of the model, and what it has returned before.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], inputs: Sequence[Any], gm: fx.GraphModule
-    ) -> None:
-        """Take ``inputs`` of the function, of which ``gm`` is a graph."""
-        super().__init__(function, inputs)
-        outputs = leaves_of(gm.graph.output_node().args)
-        self._returned = sum(
-            isinstance(each, fx.Node) and isinstance(value_of(each), Tensor) for each in outputs
-        )
-
     def _called(self, mode: ArithmeticMode, function: Callable[..., Any], given: list[Any]) -> Any:
         models = _models(function, given)
         before = [tensors_of_model(each) for each in models]
@@ -78,19 +68,7 @@ class TensorsOfFunction(_WithoutPython):
                         f"the call puts another tensor into {path}, which Dynamo does in the code "
                         "around its graph: compare a model that returns it"
                     )
-        seen = {id(each) for each in pytree.tree_leaves(given)}
-        seen |= {id(tensor) for held in before for tensor in held.values()}
-        made = []
-        for tensor in _tensors(outputs):
-            if id(tensor) not in seen:
-                made.append(tensor)
-                seen.add(id(tensor))
-        if len(made) != self._returned:
-            raise ValueError(
-                f"the graph returns {counted(self._returned, 'tensor')}, and the call makes "
-                f"{len(made)}: is it the graph of this call?"
-            )
-        return tuple(made)
+        return _made(outputs, [*given, *before])
 
 
 class FilledGraph(_WithoutPython):
@@ -135,8 +113,10 @@ class FilledGraph(_WithoutPython):
 
     def _called(self, mode: ArithmeticMode, function: Callable[..., Any], given: list[Any]) -> Any:
         values = self._values(function, given)
+        held = [tensors_of_model(each) for each in _models(function, given)]
         with mode, CountReads(mode):
-            return _tensors(NodeByNode(self.gm, None).run(*values))
+            outputs = NodeByNode(self.gm, None).run(*values)
+        return _made(outputs, [*given, *held])
 
 
 class _Call:
@@ -158,25 +138,22 @@ class _Call:
         """
         path = [name_of(part) for part in split_path(input_fqn(node))]
         first, *rest = path
-        if first in self._arguments:
+        is_state = node.meta.get("gt_input", {}).get("kind") in _OF_A_MODEL
+        found = self._in_models(path) if is_state else []
+        if not found and first in self._arguments:
             return _number_or_tensor(_value_at(self._arguments[first], rest))
-        if first == "args" and rest and self._is_wrapped(rest[0]):
+        if not found and first == "args" and rest and self._is_wrapped(rest[0]):
             # Dynamo compiles modules of libraries, and those with hooks, in a wrapper.
             return _number_or_tensor(_value_at(self._given[int(rest[0])], rest[1:]))
-        # The first part is the name of ``self`` for an attribute that is no buffer.
-        paths = [path]
-        if node.meta.get("gt_input", {}).get("kind") not in _OF_A_MODEL and rest:
-            paths = [rest, path]
-        for each in paths:
-            found = self._in_models(each)
-            if len(found) > 1:
-                raise ValueError(
-                    f"the graph takes {input_fqn(node)!r}, and {counted(len(found), 'model')} of "
-                    "the call have that: prove a function that takes one of them"
-                )
-            if found:
-                return found[0]
-        return _number_or_tensor(_value_at(self._globals[first], rest))
+        if not found and not is_state:
+            # The first part is the name of ``self`` for an attribute that is no buffer.
+            found = (self._in_models(rest) if rest else []) or self._in_models(path)
+        if len(found) > 1:
+            raise ValueError(
+                f"the graph takes {input_fqn(node)!r}, and {counted(len(found), 'model')} of the "
+                "call have that: prove a function that takes one of them"
+            )
+        return found[0] if found else _number_or_tensor(_value_at(self._globals[first], rest))
 
     def _in_models(self, path: Sequence[str]) -> list[Any]:
         """Return what models of the call, and lists and dicts of them, have at a path."""
@@ -235,8 +212,16 @@ def _name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _tensors(outputs: Any) -> tuple[Any, ...]:
-    """Return the tensors among results, and objects, which ``check_outputs`` refuses."""
-    leaves = pytree.tree_leaves(outputs)
+def _made(outputs: Any, given: Any) -> tuple[Any, ...]:
+    """Return the tensors among results that are neither given nor results before.
+
+    Objects are among them, which ``check_outputs`` refuses.
+    """
     plain = (bool, int, float, complex, str, type(None))
-    return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor) or not isinstance(leaf, plain))
+    seen = {id(each) for each in pytree.tree_leaves(given)}
+    made = []
+    for leaf in pytree.tree_leaves(outputs):
+        if id(leaf) not in seen and (isinstance(leaf, Tensor) or not isinstance(leaf, plain)):
+            made.append(leaf)
+            seen.add(id(leaf))
+    return tuple(made)

@@ -598,7 +598,7 @@ def _filled_graph(
         others = [each for each in graphs if each is not gm]
         if gm is None or others != [None] or not takes_state(gm, function, inputs):
             continue
-        programs = [FilledGraph(gm, function, inputs), TensorsOfFunction(function, inputs, gm)]
+        programs = [FilledGraph(gm, function, inputs), TensorsOfFunction(function, inputs)]
         if gm is graphs[1]:
             programs.reverse()
     return (programs[0], programs[1]) if programs else None

@@ -340,6 +340,10 @@ def test_what_cannot_be_cut_is_refused_by_name():
         ValueError, match="a stage has no part 'dW'; it has unshard, forward, backward_input"
     ):
         split_stage_graph(gm, moved={threshold: "dW"})
+    other = trace_stage(net(), (torch.zeros(2, 4, requires_grad=True),)).gm.graph
+    for node in (other.output_node().prev, gm.graph.output_node(), next(iter(gm.graph.nodes))):
+        with pytest.raises(ValueError, match=f"moved has {node}, which computes nothing in this"):
+            split_stage_graph(gm, moved={node: "forward"})
     with pytest.raises(
         ValueError, match="the graph is not of a pipeline's stage: trace it by trace_stage"
     ):
@@ -368,6 +372,8 @@ def test_parts_that_cannot_run_are_refused_with_what_to_run_before():
     values = dict(zip(graphs.inputs, flat(model, x.detach(), torch.ones(2, 4)), strict=True))
     with pytest.raises(ValueError, match="a stage has no part 'nonsense'; it has unshard, forward"):
         graphs.run(values, "unshard", "nonsense")
+    with pytest.raises(ValueError, match=r"a stage has no part \['unshard', 'forward'\]; it has"):
+        graphs.run(values, ["unshard", "forward"])
     with pytest.raises(ValueError, match=r"the part backward_input takes .*: run forward before"):
         graphs.run(values, "unshard", "backward_input")
     missing = {name: value for name, value in values.items() if name != graphs.inputs[0]}

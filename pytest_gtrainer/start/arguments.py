@@ -32,6 +32,18 @@ def add_commands(commands: Any) -> None:
         metavar="PYTHON",
         help="inputs of the model, as 'torch.randint(0, 100, (2, 16))' (default: guessed)",
     )
+    init.add_argument(
+        "--parallel",
+        metavar="MODULE:FUNCTION",
+        help="a function of the mesh that returns the parallel model of a rank: the test compares "
+        "it with the model, and there is no golden",
+    )
+    init.add_argument(
+        "--mesh",
+        metavar="DP=2,TP=2",
+        default="dp=2,tp=2",
+        help="dimensions and sizes of the mesh of --parallel (default: dp=2,tp=2)",
+    )
     init.add_argument("--yes", action="store_true", help="write without asking")
 
 

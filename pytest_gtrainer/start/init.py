@@ -1,10 +1,12 @@
 """The command ``init``: write a first test, a golden folder and a CI job, after asking.
 
 A file that exists is kept as it is. The model runs once before anything is written, so that the
-test has inputs with which it can run.
+test has inputs with which it can run. With ``--parallel`` the test compares the parallel model with it.
 """
 
 import argparse
+import json
+import math
 import re
 import sys
 import tomllib
@@ -18,7 +20,7 @@ from torch import nn
 from pytest_gtrainer.graph.collectives import PlanError
 from pytest_gtrainer.graph.suggest import suggest_plan
 from pytest_gtrainer.references.config import bucket_modules
-from pytest_gtrainer.start.model import UsageError, build_model
+from pytest_gtrainer.start.model import UsageError, build_model, check_takes_mesh
 from pytest_gtrainer.start.plan import spell
 
 _TEST = '''"""The graph of a training step is a file to review, and ranks train like eager FSDP2."""
@@ -70,6 +72,34 @@ def test_ranks_train_like_eager_fsdp2(gt_mesh, gt_world):
     # "report": also where gloo hides the order of a bucket; then "refuse", and odd sizes.
     assert_parity(config, gt_world, invisible="report")
 '''
+_PARALLEL_TEST = '''"""Each rank of the parallel model computes what the unsharded one does."""
+
+import pytest
+import torch
+{imports}
+
+from pytest_gtrainer import assert_same_model
+
+
+def reference():
+    return {factory}
+
+
+def step(model, *inputs):
+    output = model(*inputs)
+    return getattr(output, "logits", output).float().square().mean()  # put your loss here
+
+
+def batch(coordinate):
+    """Return other inputs for each coordinate of data parallelism."""
+    return ({inputs},)
+
+
+# All ranks run in this process; the dimensions of the mesh are those that {parallel} uses.
+@pytest.mark.gt_world("simulated", size={size}, mesh={mesh})
+def test_the_parallel_model_is_the_unsharded_one(gt_mesh):
+    assert_same_model({call}, reference, step, batch, mesh=gt_mesh{data_dims})
+'''
 _README = """Expected results of tests, as text. Read a file before you commit it.
 Later runs compare with it.
 
@@ -101,7 +131,10 @@ jobs:
 def run(given: argparse.Namespace) -> int:
     """Ask, write what is missing, and say what comes next; return the exit status."""
     try:
-        files = _files(given.model, given.inputs)
+        if given.parallel is not None:
+            files = _files_of_parallel(given)
+        else:
+            files = _files(given.model, given.inputs)
     except (UsageError, PlanError) as error:
         print(f"init: {error}", file=sys.stderr)
         return 2
@@ -121,6 +154,10 @@ def run(given: argparse.Namespace) -> int:
     elif not _write(missing):
         return 2
     test = next(iter(files))
+    if given.parallel is not None:
+        print(f"\nnext:   python -m pytest {test}")
+        print("        then put your loss into its step")
+        return 0
     print(f"\nnext:   python -m pytest {test} --gt-update-goldens")
     print("        then read golden/, commit it, and run it again without the option")
     return 0
@@ -159,26 +196,86 @@ def _files(name: str, given_inputs: str | None) -> dict[Path, str]:
     suggested = suggest_plan(model)
     bucket_modules(model, suggested.plan)
     inputs = _inputs_of(model, given_inputs)
+    # The test may use the name itself, as "model" or "TrainConfig".
+    imports, factory = _import(name, "build", avoid=_TEST)
+    test = _folder_of_tests() / "test_gtrainer.py"
+    update = f"python -m pytest {test} --gt-update-goldens"
+    return {
+        test: _TEST.format(
+            imports=imports, plan=spell(suggested), factory=f"{factory}()", inputs=inputs
+        ),
+        Path("golden/README.md"): _README.format(update=update),
+        **_workflow(test),
+    }
+
+
+def _files_of_parallel(given: argparse.Namespace) -> dict[Path, str]:
+    """Return each file of the test of a parallel model with its text, the test first.
+
+    Raises:
+        UsageError: there is no such model or function, no inputs with which the model runs, or the
+            mesh has one rank.
+    """
+    mesh = _mesh(given.mesh)
+    check_takes_mesh(given.parallel)
+    inputs = _inputs_of(build_model(given.model), given.inputs)
+    # Aliases, as both names may be those that the test uses itself.
+    own, factory = _import(given.model, "build", avoid=_PARALLEL_TEST)
+    imports, parallel = _import(given.parallel, "build_parallel", avoid=f"{_PARALLEL_TEST} {own}")
+    test = _folder_of_tests() / "test_gtrainer_parallel.py"
+    text = _PARALLEL_TEST.format(
+        imports=f"{own}\n{imports}",
+        factory=f"{factory}()",
+        inputs=inputs,
+        parallel=given.parallel.partition(":")[2],
+        size=math.prod(mesh.values()),
+        mesh=json.dumps(mesh),
+        call=parallel,
+        data_dims="" if "dp" in mesh else ", data_dims=()",
+    )
+    return {test: text, **_workflow(test)}
+
+
+def _mesh(text: str) -> dict[str, int]:
+    """Return the dimensions of a mesh, as of "dp=2,tp=2"."""
+    mesh: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, extent = part.strip().partition("=")
+        if not name.isidentifier() or not extent.isdecimal() or int(extent) < 1 or name in mesh:
+            raise UsageError(f"--mesh={text!r}: give dimensions and their sizes, as dp=2,tp=2")
+        mesh[name] = int(extent)
+    if math.prod(mesh.values()) < 2:
+        raise UsageError(f"--mesh={text!r}: on one rank nothing is parallel, give 2 or more")
+    return mesh
+
+
+def _import(name: str, alias: str, *, avoid: str) -> tuple[str, str]:
+    """Return how a test imports ``MODULE:FUNCTION``, and calls it.
+
+    Args:
+        alias: its name, if its own stands in the text ``avoid``.
+    """
     module, _, attribute = name.partition(":")
     outer = attribute.partition(".")[0]
-    imports = f"from {module} import {outer}"
-    factory = f"{attribute}()"
-    # The test may use the name itself, as "model" or "TrainConfig".
-    if outer in re.findall(r"\w+", _TEST):
-        imports = f"from {module} import {outer} as build"
-        factory = f"build{attribute.removeprefix(outer)}()"
-    test = Path("tests" if Path("tests").is_dir() else ".") / "test_gtrainer.py"
-    update = f"python -m pytest {test} --gt-update-goldens"
+    if outer in re.findall(r"\w+", avoid):
+        imports = f"from {module} import {outer} as {alias}"
+        return imports, f"{alias}{attribute.removeprefix(outer)}"
+    return f"from {module} import {outer}", attribute
+
+
+def _folder_of_tests() -> Path:
+    return Path("tests" if Path("tests").is_dir() else ".")
+
+
+def _workflow(test: Path) -> dict[Path, str]:
+    """Return the file of the CI job that runs a test."""
     project = ""
     if Path("pyproject.toml").exists() and _is_package(Path("pyproject.toml")):
         project = " -e ."
     elif Path("requirements.txt").exists():
         project = " -r requirements.txt"
-    return {
-        test: _TEST.format(imports=imports, plan=spell(suggested), factory=factory, inputs=inputs),
-        Path("golden/README.md"): _README.format(update=update),
-        Path(".github/workflows/gtrainer.yml"): _WORKFLOW.format(project=project, test=test),
-    }
+    text = _WORKFLOW.format(project=project, test=test)
+    return {Path(".github/workflows/gtrainer.yml"): text}
 
 
 def _is_package(path: Path) -> bool:

@@ -1,6 +1,7 @@
 """Load the model that a command names."""
 
 import importlib
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,22 @@ def build_model(name: str) -> nn.Module:
             f"{name} is a model: name a function or class that builds a new one at each call"
         )
     return _build(found, name)
+
+
+def check_takes_mesh(name: str) -> None:
+    """Refuse a ``MODULE:FUNCTION`` that cannot be called with a mesh.
+
+    Raises:
+        UsageError: there is no such function, or it takes other arguments.
+    """
+    found = _find(name)
+    try:
+        inspect.signature(found).bind(object())
+    except TypeError as error:
+        raise UsageError(
+            f"--parallel={name} takes no mesh alone ({error}): name a function that returns the "
+            "parallel model of a rank, def parallel(mesh)"
+        ) from None
 
 
 def _find(name: str) -> Any:

@@ -46,6 +46,15 @@ class Pair(Model):
         return tokens, super().forward(tokens)
 
 built = Model()
+
+def parallel(mesh):
+    from torch.distributed.fsdp import fully_shard
+    return fully_shard(Model(), mesh=mesh["dp"])
+
+def wrong(mesh):
+    made = parallel(mesh)
+    made.head.register_forward_hook(lambda module, args, output: 2 * output)
+    return made
 """
 FILES = ["test_gtrainer.py", "golden/README.md", ".github/workflows/gtrainer.yml"]
 
@@ -361,3 +370,42 @@ def test_a_sequence_is_guessed_where_rows_do_not_run(project):
             return super().forward(x + torch.ones(8, 3)[: x.shape[1]][None, :, :]).view(2, 8, -1)
 
     assert _inputs_of(Positions(3, 4), None) == "torch.randn(2, 8, 3)"
+
+
+@pytest.mark.second_tier
+@pytest.mark.usefixtures("warm_python")
+@pytest.mark.parametrize("parallel", ["parallel", "wrong"])
+def test_a_parallel_model_gets_a_test_against_the_unsharded_one(project, capsys, parallel):
+    arguments = ["init", f"{project}:Model", "--parallel", f"{project}:{parallel}", "--yes"]
+    assert main([*arguments, "--mesh", "dp=2"]) == 0
+    test = "test_gtrainer_parallel.py"
+    assert written() == [FILES[2], test]
+    assert f"python -m pytest {test} --gt-require" in Path(FILES[2]).read_text()
+    assert f"next:   python -m pytest {test}\n" in capsys.readouterr().out
+    found = run_tests(test)
+    assert ("1 passed" if parallel == "parallel" else "AnotherFunction") in found, found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--mesh", "dp"], "--mesh='dp': give dimensions and their sizes, as dp=2,tp=2"),
+        (["--mesh", "dp=2,dp=2"], "give dimensions and their sizes"),
+        (["--mesh", "dp=1"], "on one rank nothing is parallel"),
+        (["--parallel", "{}:Model"], "takes no mesh alone ("),
+        (["--parallel", "{}:gone"], "has no gone"),
+    ],
+)
+def test_what_is_no_parallel_model_is_refused(project, capsys, arguments, says):
+    given = [argument.format(project) for argument in arguments]
+    assert main(["init", f"{project}:Model", "--parallel", f"{project}:parallel", *given]) == 2
+    assert says in capsys.readouterr().err
+    assert written() == []
+
+
+def test_a_mesh_without_data_parallelism_has_one_batch(project):
+    arguments = ["init", f"{project}:Model", "--parallel", f"{project}:parallel", "--yes"]
+    assert main([*arguments, "--mesh", "tp=2"]) == 0
+    text = Path("test_gtrainer_parallel.py").read_text()
+    assert 'size=2, mesh={"tp": 2})' in text
+    assert "mesh=gt_mesh, data_dims=())" in text

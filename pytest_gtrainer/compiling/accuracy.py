@@ -213,8 +213,16 @@ class TensorErrors:
                 f"an element is {self._largest[0]:.3g} off ({self.floor:.3g} allowed; "
                 f"{self.not_judged})"
             )
-        allowed = f"{self.allowed(factor):.3g} allowed for {counted(self.count, 'number')}"
-        return f"{self.ratio:.3g} times the error of eager ({allowed})"
+        allowed = self.allowed(factor)
+        if self.ratio <= allowed < self.ratio_of_largest / _FOR_ONE:
+            return (
+                f"one element has {self.ratio_of_largest:.3g} times the largest error of eager "
+                f"({_FOR_ONE * allowed:.3g} allowed)"
+            )
+        return (
+            f"{self.ratio:.3g} times the error of eager "
+            f"({allowed:.3g} allowed for {counted(self.count, 'number')})"
+        )
 
     def in_order(self, factor: float) -> str:
         """Return a line that begins with the number by which ``Accuracy`` sorts, if there is one.
@@ -264,12 +272,6 @@ class Accuracy:
             f"    errors {worst.compiled:.2g} and {worst.eager:.2g} of numbers of {worst.exact:.2g}"
             f", root mean squares against float64",
         ]
-        is_judged = not worst.not_judged and not worst.other_extremes
-        if failing and is_judged and worst.ratio <= worst.allowed(self.factor):
-            lines.append(
-                f"    one element has {worst.ratio_of_largest:.3g} times the largest error of "
-                f"eager ({_FOR_ONE * worst.allowed(self.factor):.3g} allowed)"
-            )
         lines += cut("then, the worst first", [each.in_order(self.factor) for each in failing[1:]])
         left_out = [each for each in self.tensors if each.left_out]
         title = "not finite in eager or in float64, and left out"

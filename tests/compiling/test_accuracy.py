@@ -82,6 +82,32 @@ def test_those_that_fail_come_in_the_order_of_the_number_that_they_begin_with():
     assert list(ratios) != sorted(ratios, reverse=True)
 
 
+def test_a_line_of_one_that_fails_by_one_element_is_of_that_element():
+    """The error of the whole tensor is within what is allowed."""
+
+    def results(x):
+        return {name: 2 + x.sigmoid() for name in ("first", "second", "all")}
+
+    def with_wrong_elements(x):
+        found = results(x)
+        found["first"][0, 0] += 8e-6
+        found["second"][0, 0] += 4e-6
+        found["all"] += 1e-4
+        return found
+
+    with pytest.raises(LessAccurate) as caught:
+        assert_no_less_accurate(with_wrong_elements, results, x(rows=4096), seeds=[0])
+    accuracy = caught.value.accuracy
+    for each in accuracy.failing:
+        pattern = r"one element has (\S+) times the largest error of eager \((\S+) allowed\)"
+        is_of_one = each.ratio <= each.allowed(2.0)
+        assert is_of_one == (each.name != "output['all']")
+        numbers = re.search(pattern, each.in_order(2.0))
+        assert bool(numbers) == is_of_one
+        assert not is_of_one or float(numbers[1]) > float(numbers[2])
+    assert str(accuracy).count("one element has") == 2
+
+
 def test_a_gradient_that_is_rounded_more_names_parameter_and_module():
     with pytest.raises(
         LessAccurate, match=r"worst gradient of up\.\w+, of up \(Linear\): "

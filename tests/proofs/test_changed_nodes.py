@@ -82,3 +82,33 @@ def test_graphs_of_other_names_are_not_compared_by_name(gm):
             node.name = f"{node.name}_of_another_trace"
     actual.recompile()
     assert prove(actual, gm).origin.startswith("node div_of_another_trace (")
+
+
+def test_graphs_that_share_few_nodes_are_not_compared_by_name():
+    """The division stands in both alike, by chance; only half of the nodes do."""
+
+    def graph_of(*calls):
+        graph = torch.fx.Graph()
+        values = {"x": graph.placeholder("x")}
+        values["x"].meta["val"] = torch.empty(4, 6)
+        for name, target, operand, *more in calls:
+            values[name] = graph.create_node(
+                "call_function", target, (values[operand], *more), name=name
+            )
+        graph.output((values["div"],))
+        return torch.fx.GraphModule({}, graph)
+
+    division = "div", aten.div.Tensor, "total", 4
+    expected = graph_of(
+        ("first", aten.neg.default, "x"),
+        ("second", aten.exp.default, "first"),
+        ("total", aten.sum.dim_IntList, "second", [0]),
+        division,
+    )
+    actual = graph_of(
+        ("first", aten.clone.default, "x"),
+        ("second", aten.clone.default, "first"),
+        ("total", aten.select.int, "x", 0, 0),
+        division,
+    )
+    assert prove(actual, expected).origin == "node div (aten.div.Tensor), element [0]"

@@ -649,9 +649,10 @@ def _check_group(node: fx.Node, count: int) -> None:
 
 
 def _check_lists(node: fx.Node, lists: Any, count: int) -> None:
-    """Check that a list has a tensor for each rank; one that is empty is not of the root."""
+    """Check that a list has a tensor for each rank; off the root one may be empty."""
+    right = (0, count) if short_name(node) in ("gather_", "scatter_") else (count,)
     for each in lists:
-        if len(each) not in (0, count):
+        if len(each) not in right:
             raise ValueError(
                 f"{node.name} has a list of {counted(len(each), 'tensor')}, and its group has "
                 f"{count} ranks"

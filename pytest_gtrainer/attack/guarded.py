@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from pytest_gtrainer._torch.modes import MODES, spell_mode
-from pytest_gtrainer._torch.random_states import random_states_kept
+from pytest_gtrainer._torch.random_states import random_state, random_states_kept
 from pytest_gtrainer.numerics import knobs
 from pytest_gtrainer.passes.graph_pass import Pass
 
@@ -125,7 +125,7 @@ def _bounded_memory() -> Iterator[None]:
 
 @contextmanager
 def _settings_kept(noted: set[str], note: Callable[[str], None]) -> Iterator[None]:
-    """Put settings back, and name them; name the switches of torch that stay changed."""
+    """Put settings back, and name them; name random states, and switches that stay changed."""
 
     def note_once(line: str) -> None:
         if line not in noted:
@@ -133,10 +133,14 @@ def _settings_kept(noted: set[str], note: Callable[[str], None]) -> Iterator[Non
             note(line)
 
     before = {name: read() for name, (read, _) in _SETTINGS.items()}
-    switches = knobs.values()
+    switches, drawn = knobs.values(), random_state()
     try:
         yield
     finally:
+        for name, state in random_state().items():
+            if name in drawn and not torch.equal(state, drawn[name]):
+                note_once(f"the pass changes the random state of {name}, which is put back")
+
         for name, (read, put_back) in _SETTINGS.items():
             now = read()
             if now != before[name]:

@@ -30,14 +30,26 @@ _OF_A_MODEL = ("parameter", "buffer")
 def takes_state(gm: fx.GraphModule, function: Any, inputs: Any) -> bool:
     """Return whether a graph takes the state of a model as inputs, and the call has the model.
 
-    A call with as many inputs as the graph gives it the state itself.
+    A call with as many inputs as the graph may give it the state itself.
     """
     given = pytree.tree_leaves(inputs)
     placeholders = gm.graph.find_nodes(op="placeholder")
-    gives_state = len(given) == len(placeholders) and not _models(None, given)
-    if gives_state or not _models(function, given):
+    state = [node for node in placeholders if _is_state(node)]
+    if not state or not _models(function, given):
         return False
-    return any(node.meta.get("gt_input", {}).get("kind") in _OF_A_MODEL for node in placeholders)
+    if len(given) != len(placeholders):
+        return True
+    call = _Call(function, inputs)
+    try:
+        for node in state:
+            call.value_of(node)
+    except (AttributeError, LookupError, TypeError):
+        return False
+    return True
+
+
+def _is_state(node: fx.Node) -> bool:
+    return node.meta.get("gt_input", {}).get("kind") in _OF_A_MODEL
 
 
 class _WithoutPython(FunctionProgram):
@@ -138,7 +150,7 @@ class _Call:
         """
         path = [name_of(part) for part in split_path(input_fqn(node))]
         first, *rest = path
-        is_state = node.meta.get("gt_input", {}).get("kind") in _OF_A_MODEL
+        is_state = _is_state(node)
         found = self._in_models(path) if is_state else []
         if not found and first in self._arguments:
             return _number_or_tensor(_value_at(self._arguments[first], rest))

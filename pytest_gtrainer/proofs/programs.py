@@ -356,16 +356,21 @@ def _restorer(tensor: Tensor) -> Callable[[], None]:
 
 
 def refuse_another_kind(node: fx.Node, value: Any) -> None:
-    """Refuse a tensor of another dtype or size than the graph was traced for.
+    """Refuse a tensor of another dtype or size than the graph was traced for, or a number for one.
 
     Its operators would round otherwise, and its numbers may depend on the size.
 
     Raises:
-        ValueError: dtypes or sizes differ.
+        ValueError: dtypes or sizes differ, or the graph was traced for a tensor.
     """
     traced = value_of(node)
-    if not isinstance(traced, Tensor) or not isinstance(value, Tensor):
+    if not isinstance(traced, Tensor):
         return
+    if not isinstance(value, Tensor):
+        raise ValueError(
+            f"input {input_fqn(node)} is {value!r}, and a graph was traced for a tensor of "
+            f"{traced.dtype} and {list(traced.shape)}"
+        )
     sizes = list(traced.shape)
     is_known = all(isinstance(size, int) for size in sizes)
     if traced.dtype != value.dtype or (is_known and sizes != list(value.shape)):

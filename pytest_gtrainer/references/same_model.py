@@ -98,8 +98,8 @@ def assert_same_model(
 
         assert_same_model(parallel, reference, step, batch, mesh=gt_mesh, combine="sum")
 
-    A context around the call, such as ``torch.autocast`` or ``loss_parallel``, is that of forward and
-    backward of both sides, on every rank.
+    ``torch.autocast`` and ``loss_parallel`` around the call are those of forward and backward of
+    both sides, on every rank. Another context goes into the step.
 
     Args:
         parallel: builds this rank's model, of the mesh if it takes an argument; by torch's own

@@ -750,6 +750,13 @@ def test_sizes_of_an_operator_in_place_are_of_its_group(target, arguments, optio
 def test_a_list_has_a_tensor_for_each_rank_of_the_group(call):
     right = of_sizes(*call(2), {"part": 3})
     assert_no_deadlock({0: right, 1: right}, groups=GROUPS)
+    target, *_ = call(0)
+    empty = of_sizes(*call(0), {"part": 3})
+    if target in (c10d.gather_, c10d.scatter_):
+        assert_no_deadlock({0: right, 1: empty}, groups=GROUPS)
+    else:
+        with pytest.raises(ValueError, match="a list of 0 tensors, and its group has 2 ranks"):
+            assert_no_deadlock({0: right, 1: empty}, groups=GROUPS)
     for many, words in ((1, "1 tensor"), (3, "3 tensors")):
         wrong = of_sizes(*call(many), {"part": 3})
         with pytest.raises(ValueError, match=f"a list of {words}, and its group has 2 ranks"):

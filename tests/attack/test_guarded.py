@@ -108,14 +108,18 @@ def test_what_a_pass_changes_is_put_back_and_named_once(tmp_path):
         return gm
 
     drawn, mine, folder = torch.random.get_rng_state(), random.getstate(), os.getcwd()
-    autocast, *others = call(changes, times=2)
+    *random_states, autocast, dtype, grad_mode, working = call(changes, times=2)
+    assert random_states == [
+        "the pass changes the random state of python, which is put back",
+        "the pass changes the random state of torch.cpu, which is put back",
+    ]
     assert torch.get_default_dtype() is torch.float32
     assert torch.is_grad_enabled()
     assert not torch.is_autocast_enabled("cpu")
     assert (random.getstate(), os.getcwd()) == (mine, folder)
     assert torch.equal(torch.random.get_rng_state(), drawn)
     assert autocast.startswith("the pass changes autocast to ((True, torch.bfloat16)")
-    assert others == [
+    assert [dtype, grad_mode, working] == [
         "the pass changes the default dtype to torch.float64, which is put back",
         "the pass changes grad mode to False, which is put back",
         f"the pass changes the working directory to {tmp_path}, which is put back",

@@ -147,13 +147,31 @@ def test_modules_of_torch_are_compiled_in_a_wrapper(model):
 
 def test_a_module_may_be_given_the_state_as_the_graph_is():
     class Functional(nn.Module):
-        def forward(self, weight, bias, x):
-            return (nn.functional.linear(x, weight, bias),)
+        def forward(self, w, b, x):
+            return (nn.functional.linear(x, w, b),)
 
     model = nn.Linear(4, 4)
     inputs = (model.weight, model.bias, ROWS)
     graph = graph_of(model, ROWS)
     assert_same_function(graph, Functional(), inputs=inputs, at_least="identical")
+
+
+class Scaled(nn.Module):
+    """A call has as many inputs as the graph, which takes the weight and not the second one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x, other=None):
+        return x * self.weight
+
+
+@pytest.mark.parametrize("other", [1e-5, torch.ones(4)], ids=["number", "tensor"])
+def test_an_input_that_the_graph_does_not_take(other):
+    model = Scaled()
+    graph = graph_of(model, ROWS, other)
+    assert_same_function(graph, model, inputs=(ROWS, other), at_least="identical")
 
 
 def test_of_two_models_each_has_its_own_parameters():

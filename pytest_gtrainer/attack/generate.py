@@ -87,6 +87,7 @@ class _Maker:
     unwritten: list[fx.Node] = field(default_factory=list)
     communicated: list[fx.Node] = field(default_factory=list)
     copied: list[fx.Node] = field(default_factory=list)
+    averaged: list[fx.Node] = field(default_factory=list)
     bodies: dict[str, fx.GraphModule] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -114,6 +115,8 @@ class _Maker:
 
         for launch in list(self.started):
             self._wait(launch)
+        for launch in self.averaged:
+            self._return_average(launch)
         # What nobody has written is no result, and nobody may read it.
         for buffer in list(self.unwritten):
             self._write_whole(buffer)
@@ -242,6 +245,11 @@ class _Maker:
             steps += [self._gather_parameter] * 3
             steps += [self._reduce_gradient] * 2
             steps += [self._wait_for_one] * 3
+            if self.functional:
+                # What torch's passes fuse; ours take graphs with writes.
+                steps += [self._average_gradient] * 2
+                steps += [self._gather_for_product] * 2
+                steps += [self._scatter_product] * 2
         return steps
 
     def _input(
@@ -682,6 +690,115 @@ class _Maker:
                 node = self._changed(wait)
         if node is not None:
             self.results.append(node)
+
+    def _average_gradient(self) -> None:
+        """Divide a value and sum it among replicas, as DDP under ``torch.compile`` does."""
+        group, size = self.group_of[self.parameters[0]]
+        if self.dice.random() < 0.1:
+            group, size = self.dice.choice(self.groups)
+        quotient = self._call(aten.div.Tensor, self._any(), size)
+        launch = self._call(ALL_REDUCE, quotient, "sum", group)
+        if launch is not None:
+            self.floats.remove(launch)
+            self.averaged.append(launch)
+        while self.averaged and self.dice.random() < 0.4:
+            self._return_average(self.averaged.pop(0))
+
+    def _return_average(self, launch: fx.Node) -> None:
+        """Wait for a sum of gradients and return it; as a rule nobody else reads it."""
+        wait = self._call(WAIT, launch)
+        assert wait is not None
+        self.results.append(wait)
+        if self.dice.random() < 0.9:
+            self.floats.remove(wait)
+
+    def _gather_for_product(self) -> None:
+        """Gather rows of a matrix, or of each matrix of a batch, and multiply all of them.
+
+        Tensor parallelism with sequences does so.
+        """
+        node, (group, size) = self._any(), self.dice.choice(self.groups)
+        shape = list(node.meta["val"].shape)
+        if len(shape) not in (2, 3):
+            return
+        launch = self._call(ALL_GATHER, node, size, group)
+        if launch is None:
+            return
+        self.floats.remove(launch)
+        gathered = self._call(WAIT, launch)
+        assert gathered is not None
+        if len(shape) == 3 and self.dice.random() < 0.7:
+            gathered = self._call(aten.cat, self._parts(gathered, size, 0), 1)
+            if gathered is not None and self.dice.random() < 0.2:
+                # Rows that were padded are cut off.
+                rows = self.dice.randint(1, gathered.meta["val"].shape[1])
+                gathered = self._call(aten.slice.Tensor, gathered, 1, 0, rows)
+        for _ in range(self.dice.randint(1, 2)):
+            if gathered is not None:
+                self._multiply_rows(gathered)
+
+    def _scatter_product(self) -> None:
+        """Multiply, then reduce the product and scatter its rows, or those of each matrix."""
+        (group, size), product = self.dice.choice(self.groups), self._multiply_rows(self._any())
+        if product is None:
+            return
+        dim = self.dice.randrange(product.meta["val"].ndim)
+        if product.meta["val"].shape[dim] % size:
+            return
+        if dim:
+            product = self._call(aten.cat, self._parts(product, size, dim), 0)
+        launch = self._call(REDUCE_SCATTER, product, self.dice.choice(_SUMS), size, group)
+        if launch is not None:
+            self.floats.remove(launch)
+            self._call(WAIT, launch)
+
+    def _parts(self, node: fx.Node, count: int, dim: int) -> list[fx.Node]:
+        """Cut a value in as many parts, by a split or by slices; now and then they change places."""
+        extent = node.meta["val"].shape[dim] // count
+        parts: list[fx.Node] = []
+        if self.dice.random() < 0.5:
+            split = self._call(aten.split.Tensor, node, extent, dim)
+            assert split is not None
+            for place, value in enumerate(split.meta["val"]):
+                item = self.graph.call_function(python.getitem, (split, place))
+                item.meta["val"] = value
+                parts.append(item)
+        else:
+            for begin in range(0, extent * count, extent):
+                part = self._call(aten.slice.Tensor, node, dim, begin, begin + extent)
+                assert part is not None
+                self.floats.remove(part)  # as a rule nobody else reads it
+                parts.append(part)
+        if self.dice.random() < 0.1:
+            self.dice.shuffle(parts)
+        return parts
+
+    def _multiply_rows(self, node: fx.Node) -> fx.Node | None:
+        """Multiply the rows of a matrix, or of a batch of matrices, by a matrix that fits."""
+        value = node.meta["val"]
+        if value.ndim not in (2, 3):
+            return None
+        fit = []
+        for other in self.floats:
+            given = other.meta["val"]
+            if given.ndim == 2 and given.dtype == value.dtype and value.shape[-1] in given.shape:
+                fit.append(other)
+        if not fit:
+            return None
+        weight = self.dice.choice(fit)
+        if weight.meta["val"].shape[0] != value.shape[-1]:
+            weight = self._call(aten.t, weight)
+        rows: fx.Node | None = node
+        if value.ndim == 3:
+            rows = self._call(aten.reshape, node, [value.shape[0] * value.shape[1], value.shape[2]])
+        product = self._call(aten.mm, rows, weight)
+        if product is None or value.ndim == 2:
+            return product
+        self.floats.remove(product)
+        shape = [*value.shape[:2], product.meta["val"].shape[1]]
+        if self.dice.random() < 0.1:
+            self.dice.shuffle(shape)
+        return self._call(aten.reshape, product, shape)
 
     def _wait_for_one(self) -> None:
         if self.started:

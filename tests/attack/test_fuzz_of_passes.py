@@ -34,7 +34,7 @@ from pytest_gtrainer.attack.models import graphs_of
 from pytest_gtrainer.attack.oracles import Failure, judge_graphs
 from pytest_gtrainer.attack.reduce import Reduction
 from pytest_gtrainer.graph.collectives import fsdp_all_gathers, group_of, kind_of, launches
-from pytest_gtrainer.graph.nodes import mutates
+from pytest_gtrainer.graph.nodes import mutates, short_name
 from pytest_gtrainer.proofs.inputs import draw_inputs
 from pytest_gtrainer.references.config import TrainConfig
 from pytest_gtrainer.testing import run_pass_file
@@ -192,6 +192,21 @@ def test_functional_graphs_write_nothing():
         written = [node for node in gm.graph.nodes if mutates(node)]
         assert not written
         assert not gm.graph.find_nodes(op="call_function", target=aten.empty_like.default)
+
+
+@pytest.mark.gt_world("fake", mesh={"dp": 2, "tp": 2})
+def test_functional_graphs_have_what_torch_fuses(gt_mesh):
+    """Averages of gradients, products of gathered rows, products that are scattered."""
+    seen = set()
+    for seed in range(12):
+        gm = generate(seed, 60, ranks=4, functional=True)
+        for node in gm.graph.nodes:
+            if node.op == "call_function":
+                operands = [short_name(each) for each in node.all_input_nodes]
+                seen.add((short_name(node), *operands[:1]))
+    averages, gathered, scattered = ("all_reduce", "div"), ("mm", "wait_tensor"), "mm"
+    assert {averages, gathered, ("reduce_scatter_tensor", scattered)} <= seen
+    assert {("mm", "reshape"), ("cat", "slice"), ("cat", "split")} & seen
 
 
 def wrong_in_bodies_pass(gm, inputs=None):

@@ -30,7 +30,7 @@ from pytest_gtrainer.attack.queues import (
     orders_by_luck,
     rings_of_luck,
 )
-from pytest_gtrainer.facts import counted
+from pytest_gtrainer.facts import counted, spell_some
 from pytest_gtrainer.graph.collectives import (
     communicates_unseen,
     group_of,
@@ -546,6 +546,9 @@ def _end(kind: str, peer: int, ranks: Sequence[int], node: fx.Node) -> Send | Re
 def _ends(node: fx.Node, ranks: Sequence[int]) -> list[tuple[Send | Receive, int, Any]]:
     """Return what a node sends and receives: the other rank, the tag, and the value that the graph
     has of what is carried. Collectives have none.
+
+    Raises:
+        ValueError: the lists of a batch have other lengths.
     """
     kind = short_name(node)
     if kind == "batch_p2p_ops":
@@ -557,6 +560,12 @@ def _ends(node: fx.Node, ranks: Sequence[int]) -> list[tuple[Send | Receive, int
     else:
         return []
 
+    lengths = [len(each) for each in given]
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"{node.name} has lists of {spell_some(list(map(str, lengths)), 4)} elements: each "
+            "message has an operation, another rank, a tag and a tensor"
+        )
     found = []
     for each, peer, tag, carried in zip(*given, strict=True):
         found.append((_end(each, peer, ranks, node), tag, carried.meta.get("val")))

@@ -559,6 +559,21 @@ def test_a_batch_of_what_is_no_message():
         assert_no_deadlock({0: odd, 1: odd}, groups=GROUPS)
 
 
+@pytest.mark.parametrize("short", range(4))
+def test_a_batch_whose_lists_have_other_lengths(short):
+    graph = fx.Graph()
+    rows = graph.placeholder("rows")
+    arguments = [["isend"] * 2, [1] * 2, [0] * 2, [rows] * 2]
+    arguments[short] = arguments[short][:1]
+    graph.call_function(functional.batch_p2p_ops.default, (*arguments, "pp"))
+    graph.output(())
+    odd = fx.GraphModule({}, graph)
+    lengths = ["2"] * 4
+    lengths[short] = "1"
+    with pytest.raises(ValueError, match=f"lists of {', '.join(lengths)} elements: each message"):
+        assert_no_deadlock({0: odd, 1: odd}, groups=GROUPS)
+
+
 @pytest.mark.parametrize(
     ("graphs", "options", "says"),
     [

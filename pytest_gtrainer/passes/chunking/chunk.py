@@ -158,7 +158,11 @@ class BodyJudge:
         kwargs = fx.node.map_arg(node.kwargs, operand)
         # Numbers of the backward may depend on the extent, as the divisor of a mean's gradient.
         part = self.twins.part_of[node]
-        part_args = (part.args, part.kwargs) if direction(node) == FORWARD else None
+        part_args = None
+        if direction(node) == FORWARD:
+            part_args = fx.node.map_arg(
+                (part.args, part.kwargs), lambda source: source.meta.get("val")
+            )
         call = Call(node.target, args, kwargs, self._results_of(node), part_args)
         self.known[node] = propagate(call, describe(node), root, self.config, self.warned)
         # By storage: what is written may be read through any view of the memory.

@@ -9,9 +9,9 @@ neither. An operator mixes rows if it
 - or brings a statistic back into rows, as ``x - x.mean(0)``.
 
 *Routing* is free: integers may be computed across rows, and may sort and split them. No
-floating-point number may be computed from such integers. *Invariant.* An operator that no table, no
-tag of torch and no rule about dimensions judges is refused. The backward of an operator in a table
-is judged by its entry.
+floating-point number may be computed from such integers, and they may not leave rows out.
+*Invariant.* An operator that no table, no tag of torch and no rule about dimensions judges is
+refused. The backward of an operator in a table is judged by its entry.
 *Cost.* Constant for each call.
 """
 
@@ -33,7 +33,7 @@ HOW_MANY = "how many rows there are"
 
 
 class Content(Enum):
-    """The content of rows. The first three are computed of data, the others the module makes."""
+    """The content of rows. The first four are computed of data, the others the module makes."""
 
     DATA = auto()
     """Data of the same row: ``linear(x)``."""
@@ -41,6 +41,8 @@ class Content(Enum):
     """Data in an order, or as many rows, as the data decide: ``x[order]``, ``x[mask]``."""
     ROUTING = auto()
     """Integers computed across rows: ``order = experts.argsort()``, ``experts.cumsum(0)``."""
+    CHOOSING = auto()
+    """Which rows are meant, as others decide: ``experts.cumsum(0) <= 4``, its ``nonzero()``."""
     UNIFORM = auto()
     """The same in every row: ``zeros(len(x), 8)``."""
     ROW_NUMBERS = auto()
@@ -50,6 +52,8 @@ class Content(Enum):
 
 
 _WITHOUT_DATA = {Content.UNIFORM, Content.ROW_NUMBERS, Content.POSITIONAL}
+_ACROSS_ROWS = {Content.ROUTING, Content.CHOOSING}
+_ORDERED = {Content.ROUTED, Content.ROUTING, Content.CHOOSING}
 _OF_A_CHUNK = {Content.ROW_NUMBERS, Content.POSITIONAL}
 """A chunk makes other values than the whole: its rows are numbered from 0, and are fewer."""
 
@@ -124,7 +128,8 @@ class Call:
     Args:
         args, kwargs: its arguments, with an ``Operand`` for each tensor or node.
         results: its results, each with the dimensions where it has the chunk dimension.
-        part: the same arguments at the extent of one chunk, if they are known.
+        part: the same arguments at the extent of one chunk, with values for nodes, if they are
+            known.
 
     Attributes:
         arguments: the arguments by the names of the schema.
@@ -132,10 +137,12 @@ class Call:
         operands: its tensors and nodes.
         counts_rows: a number among the arguments depends on how many rows there are. Not known
             without ``part``.
+        part: the arguments at the extent of one chunk by the same names; empty if not known.
         pointwise: it treats each element by itself.
         is_backward: it is the backward of an operator in the tables, whose rows it has.
         rule: the words and dimensions of the operator in the tables, or those of its forward.
         is_vouched: the user answers for it (``ChunkConfig.row_wise``).
+        chunk_dim: the chunk dimension of the module's activation.
     """
 
     def __init__(
@@ -146,12 +153,13 @@ class Call:
         results: Sequence[tuple[Any, Sequence[int]]],
         part: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
     ) -> None:
-        self.target, self.results, self.is_vouched = target, results, False
+        self.target, self.results, self.is_vouched, self.chunk_dim = target, results, False, 0
         self.name, self.full_name = _names_of(target)
         self.arguments = _arguments_by_name(target, args, kwargs)
-        self.counts_rows = False
-        if part is not None:
-            self.counts_rows = _counts_rows(target, self.arguments, part)
+        self.part: Mapping[str, Any] = {}
+        if part is not None and isinstance(target, OpOverload):
+            self.part = named_arguments(target, *part)
+        self.counts_rows = _counts_rows(target, self.arguments, self.part)
         is_tagged = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
         self.pointwise = is_tagged or self.name in _POINTWISE
         leaves = pytree.tree_leaves([args, kwargs])
@@ -204,19 +212,16 @@ def _arguments_by_name(
     return {**{str(place): value for place, value in enumerate(args)}, **kwargs}
 
 
-def _counts_rows(
-    target: Any, whole: Mapping[str, Any], part: tuple[Sequence[Any], Mapping[str, Any]]
-) -> bool:
+def _counts_rows(target: Any, whole: Mapping[str, Any], part: Mapping[str, Any]) -> bool:
     """Return whether a number that an operator computes with is another one for a chunk."""
-    if not isinstance(target, OpOverload):
+    if not part:
         return False
-    of_part = named_arguments(target, *part)
     for argument in schema(target).arguments:
         # Numbers of these types are computed with. An int is a dimension or a size, which a chunk
         # has of its own.
         if not re.search("number|float|Tensor", str(argument.type)):
             continue
-        ours, theirs = whole[argument.name], of_part[argument.name]
+        ours, theirs = whole[argument.name], part[argument.name]
         if not (isinstance(ours, int | float) and isinstance(theirs, int | float)):
             continue
         if ours != theirs and not (math.isnan(ours) and math.isnan(theirs)):
@@ -423,6 +428,20 @@ _BY_NUMBER = _by_name(
 )
 """Operators that choose rows by their number, which in a chunk is another one."""
 _RULES = _ALONG | _BY_NUMBER
+_CUTS = frozenset(
+    {
+        "slice",
+        "narrow",
+        "slice_scatter",
+        "select",
+        "unbind",
+        "select_scatter",
+        "split",
+        "split_with_sizes",
+        "chunk",
+    }
+)
+"""Those of them that may leave rows out."""
 
 _LOOKUPS = frozenset(
     {"index", "_unsafe_index", "gather", "index_select", "take_along_dim", "embedding"}
@@ -597,11 +616,26 @@ def propagate(
         ChunkError: in the words of ``refuse_mixing``.
     """
     call.is_vouched = call.full_name in config.row_wise
+    call.chunk_dim = config.dim
+    if _is_of_statistics(call):
+        call.results = [(value, _known_dims(value, dims)) for value, dims in call.results]
     if not call.is_vouched:
         mixing = _find_mixing(call)
         if mixing is not None:
             refuse_mixing(what, mixing, where, config, warned)
     return [_info_of_result(call, value, tuple(dims), what) for value, dims in call.results]
+
+
+def _is_of_statistics(call: Call) -> bool:
+    """Return whether a call only goes on with values over all rows: ``bincount(experts) + 1``."""
+    if call.rows() or not (call.pointwise or call.rule or is_view(call.target)):
+        return False
+    return any(isinstance(one.known, Statistic) for one in call.operands)
+
+
+def _known_dims(value: Any, dims: Sequence[int]) -> list[int]:
+    """Return the dimensions without those whose extents the data decide."""
+    return [dim for dim in dims if type(value.shape[dim]) is int]
 
 
 def _find_mixing(call: Call) -> Mixing | None:
@@ -629,7 +663,7 @@ def _find_mixing(call: Call) -> Mixing | None:
             )
     if not call.rows():
         return None
-    predicate = _describe_order(call)
+    predicate = _describe_order(call) or _describe_capacity(call)
     if predicate is None and call.name in INDEXING:
         predicate = _describe_index(call)
     elif predicate is None:
@@ -654,7 +688,7 @@ def _find_statistic(call: Call) -> Statistic | None:
         known = operand.known
         if isinstance(known, Statistic) and (operand.is_float or call.pointwise):
             return known
-        if isinstance(known, Rows) and known.content is Content.ROUTING and call.pointwise:
+        if isinstance(known, Rows) and known.content in _ACROSS_ROWS and call.pointwise:
             return Statistic("integers computed across rows")
     return None
 
@@ -679,6 +713,8 @@ def _describe_dims(call: Call) -> str | None:
         return None
     words, rule = call.rule
     for operand, known in rows:
+        if operand.is_float and _cuts_order(call, operand, known):
+            return f"{words} dimension {known.dims[0]}, whose order the data decide,"
         if call.name in _ALONG or call.is_backward:
             # Integers of the data may be computed across rows: that is routing.
             is_routing = not operand.is_float and known.content not in (
@@ -687,13 +723,82 @@ def _describe_dims(call: Call) -> str | None:
             )
         else:
             # The data have decided the order of these rows, so numbers in it are their choice.
-            is_routing = known.content in (Content.ROUTED, Content.ROUTING)
+            is_routing = known.content in _ORDERED
         if is_routing or operand.value.ndim != call.ndim:
             continue
         hit = {dim % call.ndim for dim in rule(call)}.intersection(known.dims)
         if hit:
             return f"{words} dimension {min(hit)}"
     return None
+
+
+def _cuts_order(call: Call, operand: Operand, known: Rows) -> bool:
+    """Return whether a call takes a fixed number of rows whose order the data decide.
+
+    So does a capacity: ``order[: len(order) // 2]``. The counts of a router are no fixed numbers,
+    and ``rows[:-1]`` only takes pads away again.
+    """
+    if call.name not in _CUTS or not call.part or known.content not in _ORDERED:
+        return False
+    _, rule = _BY_NUMBER[call.name]
+    (dim, *_), part = known.dims, call.part.get("self", call.part.get("input"))
+    results = [value for value, _ in call.results]
+    if not all(map(has_static_shape, [operand.value, part, *results])):
+        return False
+    has_pads = operand.value.shape[dim] % part.shape[dim] != 0
+    return not has_pads and dim in {one % call.ndim for one in rule(call)}
+
+
+def _describe_capacity(call: Call) -> str | None:
+    """Return how integers across rows leave rows out, or put others in their place.
+
+    They may be an order of all rows. If they are compared, or fewer, other rows decide whether a
+    row is among them.
+    """
+    chosen = []
+    if "grouped_mm" in call.name and call.part:
+        rows, ends = call.operands[0], call.arguments.get("offs")
+        is_grouped = isinstance(rows.known, Rows) and rows.value.ndim - 2 in rows.known.dims
+        if is_grouped and isinstance(ends, Operand) and not _is_of_data(ends.known):
+            return f"groups rows of dimension {rows.value.ndim - 2} by fixed numbers"
+    if call.name == "masked_select":
+        chosen = [(dim, call.operands[1]) for _, known in call.rows() for dim in known.dims]
+        into = call.operands[0]
+    elif call.name in INDEXING:
+        into, chosen = indices_of(call)
+    for dim, index in chosen:
+        if not (into.is_float and isinstance(into.known, Rows) and dim in into.known.dims):
+            continue
+        content = index.known.content if isinstance(index.known, Rows) else None
+        # Without twins, memory of as many rows as there are experts is taken for rows.
+        is_rows = bool(call.part) or into.known.content is not Content.UNIFORM
+        is_rows = is_rows and not _contents_beside_indices(call) <= _WITHOUT_DATA
+        if content is Content.DATA and is_rows and not _is_mask(index):
+            return f"takes data for the numbers of rows of dimension {dim}"
+        if isinstance(index.known, Statistic):
+            leaves_out = call.name in _WRITES and bool(call.part)
+        else:
+            leaves_out = content is Content.CHOOSING
+            if content is Content.ROUTING and into.known.content is not Content.UNIFORM:
+                leaves_out = _is_shorter(call, index, into.value.shape[dim])
+        if leaves_out:
+            return (
+                f"leaves out rows of dimension {dim} by integers computed across rows, as a "
+                "capacity does (each row's own numbers may choose, as x[expert == 2])"
+            )
+    return None
+
+
+def _is_of_data(known: RowInfo) -> bool:
+    if isinstance(known, Rows):
+        return known.content not in _WITHOUT_DATA
+    return known is not None and not known.is_count
+
+
+def _is_shorter(call: Call, index: Operand, extent: Any) -> bool:
+    """Return whether a fixed number of entries cannot name all rows."""
+    is_fixed = bool(call.part) and has_static_shape(index.value) and type(extent) is int
+    return is_fixed and index.value.numel() < extent
 
 
 def _is_listed(call: Call) -> bool:
@@ -729,7 +834,11 @@ def _may_number_rows(call: Call) -> bool:
 
 def _describe_order(call: Call) -> str | None:
     """Return whether a reshape tears rows apart, or rows of two orders would stand side by side."""
-    unordered = (Content.UNIFORM, Content.ROUTED, Content.ROUTING)
+    unordered = {Content.UNIFORM, *_ORDERED}
+    if call.name in RESHAPES and call.operands[0].is_float and call.part and not call.chunk_dim:
+        # Nothing is in front of the batch, so experts in front of rows cut their order by number.
+        # What is in front of a sequence is not known of memory to which rows are written.
+        unordered = {Content.UNIFORM}
     rows = []
     for operand, known in call.rows():
         if has_static_shape(operand.value) and known.content not in unordered:
@@ -766,7 +875,7 @@ def _describe_index(call: Call) -> str | None:
     for dim, index in chosen:
         content = index.known.content if isinstance(index.known, Rows) else None
         if isinstance(into.known, Rows) and dim in into.known.dims:
-            if into.known.content in (Content.ROUTED, Content.ROUTING):
+            if into.known.content in _ORDERED:
                 continue
             if into.known.content is Content.UNIFORM and call.name not in _WRITES:
                 continue  # every row is the same
@@ -777,7 +886,7 @@ def _describe_index(call: Call) -> str | None:
                 is_fixed = is_fixed and not isinstance(index.known, Statistic)
             if is_fixed:
                 return f"chooses rows of dimension {dim} by a fixed number"
-        elif content is Content.ROUTING and call.name in _LOOKUPS and is_own_float:
+        elif content in _ACROSS_ROWS and call.name in _LOOKUPS and is_own_float:
             return "looks up numbers by integers computed across rows"
     return None
 
@@ -799,11 +908,14 @@ def indices_of(call: Call) -> tuple[Operand, list[tuple[int, Operand]]]:
         if index is None:
             place += 1
             continue
-        is_mask = index.value.dtype in (torch.bool, torch.uint8)
-        for _ in range(index.value.ndim if is_mask else 1):
+        for _ in range(index.value.ndim if _is_mask(index) else 1):
             chosen.append((place, index))
             place += 1
     return into, chosen
+
+
+def _is_mask(index: Operand) -> bool:
+    return index.value.dtype in (torch.bool, torch.uint8)
 
 
 def _contents_beside_indices(call: Call) -> set[Content]:
@@ -828,9 +940,13 @@ def _info_of_result(call: Call, value: Any, dims: tuple[int, ...], what: str) ->
             return Rows(dims, Content.ROW_NUMBERS)
         is_uniform = (is_like or call.name in _UNIFORM_FACTORIES) and not call.counts_rows
         return Rows(dims, Content.UNIFORM if is_uniform else Content.POSITIONAL)
-    if not dims:
+    # ``bincount`` has an extent that the data decide, which is no number of rows.
+    if not dims or call.name == "bincount":
         return statistics[0] if statistics and not rows else Statistic(what)
     content = _content_of(call, bool(statistics), value)
+    is_bool = getattr(value, "dtype", None) is torch.bool
+    if content is Content.ROUTING and (is_bool or _chooses(call)):
+        content = Content.CHOOSING
     is_selected = any(isinstance(value.shape[dim], torch.SymInt) for dim in dims)
     if content is Content.DATA and is_selected:
         # The data decide how many rows there are, so these are not the rows that came in.
@@ -869,8 +985,11 @@ def _content_of(call: Call, has_statistics: bool, value: Any) -> Content:
 
     - looked up or written to: as ``_content_of_indexed`` says;
     - bools of row numbers, which pick rows by them, as ``arange(len(x)) < 2``: POSITIONAL;
+    - rows that ranks exchange, as many as their routers have counted: ROUTED; integers across
+      rows stay what they are;
+    - integers of those that choose rows: CHOOSING;
+    - integers that are sorted: ROUTED;
     - integers computed across rows, or of data and row numbers, or as nobody knows: ROUTING;
-    - rows that ranks exchange, as many as their routers have counted: ROUTED;
     - computed of data: that of the operands, DATA before ROUTED before ROUTING;
     - neither of row numbers nor of their count: UNIFORM;
     - a copy or a view of row numbers: ROW_NUMBERS;
@@ -881,13 +1000,22 @@ def _content_of(call: Call, has_statistics: bool, value: Any) -> Content:
         return _content_of_indexed(call, contents, is_inexact(value))
     is_positional = call.counts_rows or not contents.isdisjoint(_OF_A_CHUNK)
     has_data = not contents <= _WITHOUT_DATA
+    is_exchange = call.name == "all_to_all_single"
+    if is_exchange and contents.isdisjoint(_ACROSS_ROWS):
+        return Content.ROUTED
     if not is_inexact(value):
         if is_positional and getattr(value, "dtype", None) is torch.bool:
             return Content.POSITIONAL
+        if Content.CHOOSING in contents:
+            return Content.CHOOSING
+        # Of ``sort`` the first result has the numbers themselves, the other one the order.
+        is_sorted = call.name == "sort" and value is call.results[0][0]
+        if is_sorted and has_data and contents.isdisjoint(_ACROSS_ROWS):
+            return Content.ROUTED
         is_across_rows = has_statistics or Content.ROUTING in contents or _works_along_rows(call)
         if is_across_rows or (has_data and (is_positional or _may_number_rows(call))):
             return Content.ROUTING
-    if call.name == "all_to_all_single":
+    if is_exchange:
         return Content.ROUTED
     if has_data or not is_positional:
         return _first_of(contents)
@@ -895,6 +1023,22 @@ def _content_of(call: Call, has_statistics: bool, value: Any) -> Content:
     if is_of_row_numbers and _copies_all(call, value):
         return Content.ROW_NUMBERS
     return Content.POSITIONAL
+
+
+def _chooses(call: Call) -> bool:
+    """Return whether a call makes of integers across rows those that choose among rows.
+
+    Bools do so, too. ``clamp`` and ``minimum`` put what is beyond a capacity in one place, and
+    ``repeat_interleave`` leaves out what is repeated no times.
+    """
+    rows = [pair for pair in call.rows() if pair[1].content is Content.ROUTING]
+    if not rows:
+        return False
+    if call.name == "clamp":
+        return call.arguments.get("max") is not None
+    if call.name in _CUTS:
+        return any(_cuts_order(call, one, known) for one, known in rows)
+    return call.name in ("nonzero", "nonzero_static", "clamp_max", "minimum", "repeat_interleave")
 
 
 def _works_along_rows(call: Call) -> bool:
@@ -920,7 +1064,8 @@ def _content_of_indexed(call: Call, contents: set[Content], is_float: bool) -> C
       that are written to one are ROUTED;
     - rows that the data choose: ``x[order]`` is ROUTED, ``arange(len(x))[order]`` ROUTING, and so
       is the count ``zeros(len(x)).index_add_(0, experts, ones(len(x)))``;
-    - other rows keep their content, unless they are UNIFORM: then it is that of what is written.
+    - other rows keep their content, unless they are UNIFORM: then it is that of what is written;
+    - integers that rows look up in a value over all of them are ROUTING: ``counts[experts]``.
 
     Args:
         contents: of all operands that have rows.
@@ -928,9 +1073,13 @@ def _content_of_indexed(call: Call, contents: set[Content], is_float: bool) -> C
     """
     into, chosen = indices_of(call)
     is_write = call.name in _WRITES
+    if Content.CHOOSING in contents and not is_float:
+        return Content.CHOOSING
     if not isinstance(into.known, Rows):
         if is_write:
             return Content.ROUTED
+        if isinstance(into.known, Statistic) and not is_float:
+            return Content.ROUTING
         return Content.POSITIONAL if contents <= _OF_A_CHUNK else _first_of(contents)
 
     before = into.known.content
@@ -957,5 +1106,11 @@ def _data_choose_rows(into: Rows, chosen: Sequence[tuple[int, Operand]]) -> bool
 
 def _first_of(contents: set[Content]) -> Content:
     """Return the content of a result: that of an operand of data, if there is one."""
-    order = (Content.DATA, Content.ROUTED, Content.ROUTING, Content.UNIFORM)
+    order = (
+        Content.DATA,
+        Content.ROUTED,
+        Content.CHOOSING,
+        Content.ROUTING,
+        Content.UNIFORM,
+    )
     return next((content for content in order if content in contents), Content.DATA)

@@ -114,7 +114,210 @@ def numbered_among_others(x):
     return x.index_add(0, chosen, x[chosen] * by_its_number(chosen))
 
 
+def tokens_of(x):
+    """Return the rows of all positions and the expert of each, 0 to 2."""
+    rows = x.flatten(0, 1)
+    return rows, (rows[:, 0] > 0).long() + (rows[:, 1] > 0).long()
+
+
+def places_of(experts):
+    """Return how many rows up to this one have each row's expert."""
+    chosen = F.one_hot(experts, 3)
+    return (chosen.cumsum(0) * chosen).sum(1)
+
+
+def dropped(mask):
+    """Set the rows to zero that ``mask(experts)`` names, or numbers."""
+
+    def then(x):
+        rows, experts = tokens_of(x)
+        kept = rows.clone()
+        kept[mask(experts)] = 0
+        return kept.view(x.shape)
+
+    return then
+
+
+def only(chosen):
+    """Add the rows that ``chosen(experts)`` numbers once more."""
+
+    def then(x):
+        rows, experts = tokens_of(x)
+        places = chosen(experts)
+        return rows.index_add(0, places, rows[places]).view(x.shape)
+
+    return then
+
+
+def order_of(experts):
+    return experts.argsort(stable=True)
+
+
+def counted(function):
+    """Bring ``function(rows, counts, experts)`` into rows, where the counts are bincount's."""
+
+    def then(x):
+        rows, experts = tokens_of(x)
+        return function(rows, torch.bincount(experts, minlength=DIM), experts).view(x.shape)
+
+    return then
+
+
+def filled_beyond_a_capacity(x):
+    rows, experts = tokens_of(x)
+    return rows.index_fill(0, (places_of(experts) > 4).nonzero()[:, 0], 0.0).view(x.shape)
+
+
+def selected_within_a_capacity(x):
+    rows, experts = tokens_of(x)
+    return x + rows.masked_select(places_of(experts)[:, None] <= 4).sum()
+
+
+def repeated_within_a_capacity(x):
+    rows, experts = tokens_of(x)
+    return x + rows.repeat_interleave((places_of(experts) <= 4).long(), dim=0).sum()
+
+
+def in_parts_of_equal_size(x):
+    rows, experts = tokens_of(x)
+    order = order_of(experts)
+    first, second = rows[order].chunk(2)
+    return torch.cat([first * 2, second])[order.argsort()].view(x.shape)
+
+
+def experts_of_equal_size(x):
+    rows, experts = tokens_of(x)
+    order = order_of(experts)
+    out = rows[order].view(3, -1, DIM) * torch.arange(3.0)[:, None, None]
+    return out.flatten(0, 1)[order.argsort()].view(x.shape)
+
+
+def grouped_by_fixed_numbers(x):
+    rows, experts = tokens_of(x)
+    order = order_of(experts)
+    ends = ((torch.arange(2) + 1) * (len(rows) // 2)).int()
+    weights = torch.ones(2, DIM, DIM, dtype=torch.bfloat16)
+    out = torch._grouped_mm(rows[order].bfloat16(), weights, offs=ends)
+    return out[order.argsort()].float().view(x.shape)
+
+
 MIXING = {
+    "a capacity": (
+        dropped(lambda experts: places_of(experts) > 4),
+        None,
+        r"index_put.* leaves out rows of dimension 0 by integers .* as a capacity does",
+    ),
+    "a capacity, filled": (
+        filled_beyond_a_capacity,
+        None,
+        r"index_fill.* leaves out rows of dimension 0",
+    ),
+    "a capacity, selected": (
+        selected_within_a_capacity,
+        None,
+        r"masked_select.* leaves out rows of dimension 0",
+    ),
+    "a capacity, repeated": (
+        repeated_within_a_capacity,
+        None,
+        r"index_select.* leaves out rows of dimension 0",
+    ),
+    "a capacity, in its order": (
+        only(lambda experts: order_of(experts)[places_of(experts)[order_of(experts)] <= 4]),
+        None,
+        r"index.* leaves out rows of dimension 0",
+    ),
+    "a capacity, the last place for all others": (
+        only(lambda experts: places_of(experts).clamp(max=4)),
+        None,
+        r"index.* leaves out rows of dimension 0",
+    ),
+    "a capacity, one place for all others": (
+        only(lambda experts: torch.where(places_of(experts) > 4, 0, order_of(experts))),
+        None,
+        r"index.* leaves out rows of dimension 0",
+    ),
+    "ranks below a number": (
+        dropped(lambda experts: order_of(experts).argsort() < 5),
+        None,
+        r"index_put.* leaves out rows of dimension 0",
+    ),
+    "the first half of an order": (
+        only(lambda experts: order_of(experts)[: len(experts) // 2]),
+        None,
+        r"index.* leaves out rows of dimension 0",
+    ),
+    "a row of a folded order": (
+        only(lambda experts: order_of(experts).view(2, -1)[0]),
+        None,
+        r"index.* leaves out rows of dimension 0|index_add.* brings into rows",
+    ),
+    "the first four of an order": (
+        dropped(lambda experts: order_of(experts)[:4]),
+        None,
+        r"index_put.* leaves out rows of dimension 0",
+    ),
+    "experts over their capacity": (
+        dropped(lambda experts: (F.one_hot(experts, 3).sum(0) > 7)[experts]),
+        None,
+        r"index_put.* leaves out rows of dimension 0",
+    ),
+    "the expert of most rows": (
+        dropped(lambda experts: experts == torch.bincount(experts, minlength=3).argmax()),
+        None,
+        r"index_put.* leaves out rows of dimension 0",
+    ),
+    "rows among unique ones": (
+        dropped(lambda experts: experts.unique(return_inverse=True)[1] == 0),
+        None,
+        r"index_put.* leaves out rows of dimension 0",
+    ),
+    "data for row numbers": (
+        lambda x: x + x[kinds_of(x) % 2],
+        None,
+        r"index.* takes data for the numbers of rows of dimension 0",
+    ),
+    "sums of rows by their data": (
+        lambda x: x + torch.zeros_like(x).index_add(0, kinds_of(x) % 2, x)[kinds_of(x) % 2],
+        None,
+        r"index.* takes data for the numbers of rows of dimension 0",
+    ),
+    "an order in two halves": (
+        in_parts_of_equal_size,
+        None,
+        r"split.* splits dimension 0, whose order the data decide, inside",
+    ),
+    "an order folded behind experts": (experts_of_equal_size, None, r"view.* folds rows into"),
+    "an order grouped by fixed numbers": (
+        grouped_by_fixed_numbers,
+        None,
+        r"grouped_mm.* groups rows of dimension 0 by fixed numbers",
+    ),
+    "times counts": (
+        counted(lambda rows, counts, _: rows * counts.float()),
+        None,
+        r"mul.* brings into rows a value over all of them \(.*bincount",
+    ),
+    "divided by counts": (
+        counted(lambda rows, counts, _: rows / (counts + 1)),
+        None,
+        r"div.* brings into rows a value over all of them \(.*bincount",
+    ),
+    "where counts are large": (
+        counted(lambda rows, counts, _: torch.where(counts > 3, rows, 0.0)),
+        None,
+        r"where.* brings into rows a value over all of them \(.*bincount",
+    ),
+    "logarithms of counts": (
+        counted(lambda rows, counts, _: rows * torch.log(counts + 1.0)),
+        None,
+        r"mul.* brings into rows a value over all of them \(.*bincount",
+    ),
+    "counts of each row's kind": (
+        counted(lambda rows, counts, experts: rows * counts[experts][:, None]),
+        None,
+        r"mul.* brings into rows .* \(integers computed across rows",
+    ),
     "attention, folded": (
         folded_attention,
         None,
@@ -406,6 +609,19 @@ MIXING = {
     "numbers across rows-by_graph",
     "gram matrix-by_graph",
     "attention, folded-by_graph",
+    "a capacity, selected-by_graph",
+    "a capacity, repeated-by_graph",
+    "a capacity, in its order-by_graph",
+    "a capacity, the last place for all others-by_graph",
+    "a capacity, one place for all others-by_graph",
+    "ranks below a number-by_graph",
+    "a row of a folded order-by_graph",
+    "rows among unique ones-by_graph",
+    "sums of rows by their data-by_graph",
+    "an order folded behind experts-by_graph",
+    "divided by counts-by_graph",
+    "where counts are large-by_graph",
+    "logarithms of counts-by_graph",
 )
 @SIDES
 @pytest.mark.parametrize(("then", "extra", "message"), MIXING.values(), ids=MIXING)
@@ -451,7 +667,49 @@ def made_by_itself(x):
     return rows * torch.empty_like(x).fill_(2.0) + column(itself)
 
 
+def in_the_place_of_its_expert(x):
+    """Lay rows of an expert side by side, by counts and places that stay whole numbers."""
+    rows, experts = tokens_of(x)
+    counts = torch.bincount(experts, minlength=3)
+    places = (counts.cumsum(0) - counts)[experts] + places_of(experts) - 1
+    by_expert = torch.zeros_like(rows).index_copy(0, places, rows)
+    inverse = torch.empty_like(places).index_copy(0, places, torch.arange(len(rows)))
+    return by_expert.tanh()[places].view(x.shape) + rows[inverse][places].view(x.shape)
+
+
+def expert_by_expert(x):
+    """Choose rows of an order by their own numbers, sorted with it or looked up by it."""
+    rows, experts = tokens_of(x)
+    numbers, order = experts.sort(stable=True)
+    out = torch.zeros_like(rows)
+    for expert in range(3):
+        mask = numbers == expert
+        again = experts[order] == expert
+        out = out.index_add(0, order[mask], rows[order][again] * (expert + 1.0))
+        out[experts == expert] += rows[experts == expert]
+    return out.view(x.shape)
+
+
+def twice_each(x):
+    """Give each row to two experts, one expert's rows after another's, with pads behind."""
+    rows, experts = tokens_of(x)
+    order = torch.stack([experts, 2 - experts]).flatten().argsort(stable=True)
+    padded = torch.cat([rows[order % len(rows)], rows.new_zeros(1, DIM)]).tanh()[:-1]
+    return padded[order.argsort()].view(2, len(rows), DIM).sum(0).view(x.shape)
+
+
+def load_of_experts(x, observer):
+    """Count into a buffer; no count comes back to rows."""
+    counts = torch.bincount(tokens_of(x)[1], minlength=3)
+    observer.seen += (counts.float() / 2 + 1.0)[:3]
+    return x
+
+
 ROW_WISE = {
+    "in the place of its expert": (in_the_place_of_its_expert, None),
+    "expert by expert": (expert_by_expert, None),
+    "twice each": (twice_each, None),
+    "load of experts": (load_of_experts, lambda: Observer()),
     "fills in NaN": (
         lambda x: torch.where(x.masked_fill(x > 1, float("nan")).isnan(), 0.5 * x, x),
         None,
@@ -579,6 +837,12 @@ OF_TWINS_ALONE = (
     "folded, mean",
     "folded, reversed",
     "folded behind positions",
+    "the first half of an order",
+    "the first four of an order",
+    "sums of rows by their data",
+    "an order in two halves",
+    "an order folded behind experts",
+    "an order grouped by fixed numbers",
 )
 FOLLOWED = {name: case for name, case in MIXING.items() if name not in OF_TWINS_ALONE}
 

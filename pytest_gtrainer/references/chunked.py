@@ -21,6 +21,7 @@ from pytest_gtrainer.facts import check_type
 from pytest_gtrainer.graph.nodes import BODY, EAGER, MATERIALIZATION, SPLIT_BOUNDARY, annotation
 from pytest_gtrainer.passes.chunking.config import MOE, ChunkConfig, ChunkError
 from pytest_gtrainer.references.chunk_judges import ForwardJudge, check_twins, twin_graphs
+from pytest_gtrainer.references.left_behind import left_tensors, put_back, withhold
 from pytest_gtrainer.tracing.model import Attachment, tensor_text
 
 # Names of a block's parameters besides its activation. Masks and positions are cut along the batch
@@ -39,6 +40,7 @@ class EagerChunking(Attachment):
 
 
 def _unwrap(module: nn.Module) -> None:
+    put_back(module)
     replaced = module.__dict__.pop("forward").replaced
     if replaced is not None:
         module.forward = replaced
@@ -112,8 +114,10 @@ class _ChunkedForward:
         with self._annotated(SPLIT_BOUNDARY):
             chunks = self._split(bound.arguments)
         # Dynamo traces this call: neither a copy of the module nor a mode can run in it.
-        judge, way = None, None
+        judge, way, before = None, None, None
         if not torch.compiler.is_compiling() and self.config.module_fqn not in self.config.row_wise:
+            put_back(self.module)
+            before = left_tensors(self.module)
             # Chunks, and later steps of the same way, run the same operators.
             way = self._way_of(bound.arguments)
             if way not in self.judged:
@@ -126,6 +130,8 @@ class _ChunkedForward:
                 outputs.append(self.run(*part.args, **part.kwargs))
             following = nullcontext()
 
+        if before is not None:
+            withhold(self.module, before, self.fqn, self.config.num_chunks)
         with self._annotated(MATERIALIZATION):
             joined = self._join(outputs)
         if judge is not None:

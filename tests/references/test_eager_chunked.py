@@ -465,6 +465,87 @@ def test_its_annotations_survive_tracing():
     assert all(custom["module_fqn"].startswith(custom["chunked_region_fqn"]) for custom in customs)
 
 
+class Leaves(nn.Module):
+    """Leaves what ``keep`` makes of its rows in attributes."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.w, self.keep = nn.Linear(8, 8), keep
+        self.kept, self.losses, self.aux = [], Log(), None
+        self.cache = None
+
+    def forward(self, x):
+        y = self.w(x)
+        if self.cache is None:
+            self.cache = torch.ones(8)
+        before = 0.0 if self.aux is None else self.aux.detach()
+        self.keep(self, y)
+        return y + self.cache * before
+
+
+def keep_scalar(layer, y):
+    layer.aux = y.square().mean()
+
+
+def keep_in_list(layer, y):
+    layer.kept.append(y.mean())
+
+
+def keep_in_object(layer, y):
+    layer.losses.means.append((y.mean(), "load"))
+
+
+KEPT = {
+    "a scalar": (keep_scalar, lambda layer: 2 * layer.aux),
+    "rows": (lambda layer, y: setattr(layer, "rows", y.mean(-1)), lambda layer: layer.rows.shape),
+    "in a list": (keep_in_list, lambda layer: sum(layer.kept)),
+    "in a tuple in an object": (
+        keep_in_object,
+        lambda layer: torch.stack([loss for loss, _ in layer.losses.means]),
+    ),
+    "of a part": (
+        lambda layer, y: setattr(layer.w, "aux", y.sum()),
+        lambda layer: layer.w.aux.item(),
+    ),
+}
+
+
+@pytest.mark.parametrize(("keep", "read"), KEPT.values(), ids=KEPT)
+def test_what_the_last_chunk_leaves_in_an_attribute_cannot_be_read(keep, read):
+    layer = Leaves(keep)
+    chunking = eager_chunked(Net(layer), BATCH)
+    for _ in range(2):
+        layer(X)
+        with pytest.raises(ChunkError, match=r"layers\.0 has run in 2 chunks and left float32\["):
+            read(layer)
+    chunking.remove()
+    read(layer)
+
+
+def test_a_chunk_reads_what_the_chunk_before_it_has_left():
+    """As without eager chunking: the state of a module goes from chunk to chunk, and step to step."""
+    layer, reference = Leaves(keep_scalar), Leaves(keep_scalar)
+    reference.load_state_dict(layer.state_dict())
+    with eager_chunked(Net(layer), BATCH):
+        outputs = [layer(X), layer(X)]
+    for output in outputs:
+        assert torch.equal(output, torch.cat([reference(X[:2]), reference(X[2:])]))
+    assert torch.equal(layer.aux, reference.aux)
+
+
+def test_what_an_attribute_has_had_before_or_without_a_gradient_stays():
+    layer = Leaves(lambda layer, y: setattr(layer, "seen", y.detach().mean()))
+    layer.before = layer.w.weight.sum()
+    answered = replace(BATCH, row_wise=(BATCH.module_fqn,))
+    with eager_chunked(Net(layer), BATCH):
+        layer(X)
+        assert float(layer.seen + layer.cache.sum() + layer.before)
+    layer.keep = keep_scalar
+    with eager_chunked(Net(layer), answered):
+        layer(X)
+        assert float(layer.aux)
+
+
 class Switched(nn.Module):
     """Mixes rows only when it is called or set up in one way."""
 

@@ -23,13 +23,14 @@ import operator
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from pytest_gtrainer._torch.autograd import TorchDispatchMode
+from pytest_gtrainer._torch.autograd import TorchDispatchMode, hooks_of
 from pytest_gtrainer._torch.threads import unseen_by_modes
 from pytest_gtrainer._torch.tracing import new_fake_mode
 from pytest_gtrainer._torch.values import (
@@ -117,6 +118,10 @@ def _is_float_item(func: Any, args: Sequence[Any]) -> bool:
     return func is torch.ops.aten._local_scalar_dense.default and bool(args[0].is_floating_point())
 
 
+class _NoBackward(Exception):
+    """The backward does not run on fake tensors."""
+
+
 class _Recorder(TorchDispatchMode):
     """Record a forward on fake tensors as a graph.
 
@@ -132,12 +137,12 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.graph, self.constants, self.kept = fx.Graph(), SimpleNamespace(), list[Any]()
         self.nodes: dict[int, fx.Node] = {}
-        self.meta = {"module_fqn": fqn}
+        self.meta: dict[str, Any] = {"custom": {"module_fqn": fqn}}
         for place, tensor in enumerate(inputs):
             self._note(tensor, self.graph.placeholder(f"input_{place}"))
 
     def _note(self, value: Any, node: fx.Node) -> None:
-        node.meta = {"val": value, "custom": self.meta}
+        node.meta = {"val": value, **self.meta}
         if isinstance(value, Tensor):
             self.nodes[id(value)] = node
             self.kept.append(value)  # once a tensor is freed, its id may be another's
@@ -173,11 +178,50 @@ class _Recorder(TorchDispatchMode):
 
         return made
 
+    def record_backward(self, returned: Any, sources: Sequence[Tensor]) -> None:
+        """Record the backward, too, if it runs code of the module.
+
+        Such are hooks on activations and the backward of an ``autograd.Function``. All else that a
+        backward runs follows from the forward, which is judged.
+
+        Raises:
+            _NoBackward: it does not run on fake tensors.
+        """
+        leaves = pytree.tree_leaves(returned)
+        results = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        sources = [source for source in sources if source.requires_grad]
+        tensors = [value for value in self.kept if isinstance(value, Tensor)]
+        is_own = any(map(hooks_of, tensors)) or _has_own_function(results)
+        if not sources or not is_own:
+            return
+        # The gradients that come in have rows of data, as the results have.
+        gradients = [result.detach().clone() for result in results]
+        self.meta["autograd_backward"] = True
+        try:
+            torch.autograd.grad(results, sources, gradients, allow_unused=True)
+        except Exception as error:
+            # Hooks may read numbers, which fake gradients do not have.
+            raise _NoBackward from error
+
     def finish(self, returned: Any) -> Any:
         """Return an object with the graph and its constants, as ``Twins`` reads them."""
         self.graph.output(pytree.tree_map_only(Tensor, self._node_of, returned))
         self.constants.graph = self.graph
         return self.constants
+
+
+def _has_own_function(results: Sequence[Tensor]) -> bool:
+    """Return whether an ``autograd.Function`` written in Python is in the backward."""
+    found, waiting = set[Any](), [result.grad_fn for result in results]
+    while waiting:
+        function = waiting.pop()
+        if function is None or function in found:
+            continue
+        if isinstance(function, torch.autograd.function.BackwardCFunction):
+            return True
+        found.add(function)
+        waiting += [each for each, _ in function.next_functions]
+    return False
 
 
 def twin_graphs(
@@ -210,8 +254,12 @@ def twin_graphs(
         with unseen_by_modes(), torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             mode = new_fake_mode(real_inputs=True)
-            full = _record(fqn, module, run.__func__, whole, mode)
-            return full, _record(fqn, module, run.__func__, part, mode)
+            record = partial(_record, fqn, module, run.__func__, mode)
+            try:
+                return record(whole, True), record(part, True)
+            except _NoBackward as error:
+                _logger.debug("the backward of %s is not judged: %r", fqn, error.__cause__)
+                return record(whole, False), record(part, False)
     # Any error means only that the twins cannot run: the real run is judged then, so nothing goes
     # unchecked.
     except Exception as error:
@@ -223,8 +271,9 @@ def _record(
     fqn: str,
     module: nn.Module,
     forward: Callable[..., Any],
-    arguments: Mapping[str, Any],
     mode: FakeTensorMode,
+    arguments: Mapping[str, Any],
+    with_backward: bool,
 ) -> Any:
     # A copy, since a forward may keep tensors in its module, and these would be fake ones.
     copied = _copy_module(module)
@@ -248,7 +297,10 @@ def _record(
                 inputs[name] = fake(value)
         recorder = _Recorder(fqn, [*inputs.values(), *fakes])
         with state.exchanged(fakes), recorder:
-            return recorder.finish(forward(copied, **{**arguments, **inputs}))
+            returned = forward(copied, **{**arguments, **inputs})
+            if with_backward:
+                recorder.record_backward(returned, [*inputs.values(), *fakes])
+            return recorder.finish(returned)
 
 
 def _copy_containers(value: Any, depth: int) -> Any:

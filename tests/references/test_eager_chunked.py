@@ -91,7 +91,9 @@ def test_gradients_of_chunks_are_contiguous_where_they_are_cut_from_the_middle()
     x = X.clone().requires_grad_()
     layer = nn.ModuleDict({"moe": Block(Doubled.apply)})
     eager_chunked(Net(layer), ChunkConfig("layers.*.moe", chunk_dim="sequence", num_chunks=2))
-    (layer["moe"](x) * X).sum().backward()
+    loss = (layer["moe"](x) * X).sum()
+    contiguous.clear()  # what the trial on fake tensors has noted
+    loss.backward()
     assert contiguous == [True, True], (
         "a chunk's backward has a strided gradient, for which other operators may run"
     )

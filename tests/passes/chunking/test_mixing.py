@@ -1065,6 +1065,73 @@ def test_numbers_of_a_chunk_are_told_unless_somebody_answers_for_them(side, bloc
     )
 
 
+class Centred(torch.autograd.Function):
+    """The identity, whose backward takes the mean over rows away."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad - grad.mean(0)
+
+
+def hooked(hook):
+    def then(x):
+        y = x * 1
+        y.register_hook(hook)
+        return y * 2
+
+    return then
+
+
+@SIDES
+@pytest.mark.parametrize(
+    "then", [hooked(lambda grad: grad - grad.mean(0)), Centred.apply], ids=["hook", "function"]
+)
+def test_a_backward_of_the_models_own_that_mixes_rows_is_refused(side, then):
+    """G3: of a hook on an activation, and of an ``autograd.Function``."""
+    with pytest.raises(REFUSED, match=r"sub.* a value over all of them \(mean.*inside layers\.0"):
+        side(model_of(then), BATCH, token_batch(0, 4, 6))
+
+
+@SIDES
+def test_a_backward_of_the_models_own_that_is_row_wise_gives_the_numbers_of_the_whole(side):
+    def then(x):
+        y = Halves.apply(x)
+        y.register_hook(lambda grad: grad * grad.abs().amax(-1, keepdim=True))
+        return y
+
+    class Halves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 0.5
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 0.5
+
+    inputs = token_batch(0, 4, 6)
+    torch.testing.assert_close(
+        side(model_of(then), BATCH, inputs), ce_step(model_of(then), *inputs)
+    )
+
+
+def test_a_hook_that_reads_numbers_is_left_out():
+    seen = []
+    inputs, model = (
+        token_batch(0, 4, 6),
+        model_of(hooked(lambda grad: seen.append(grad.sum().item()))),
+    )
+    with eager_chunked(model, BATCH):
+        ce_step(model, *inputs).backward()
+    assert len(seen) == 2
+    mixing = model_of(lambda x: hooked(lambda grad: grad * grad.sum().item())(x).softmax(0))
+    with pytest.raises(REFUSED, match="takes the softmax over dimension 0"):
+        by_eager_code(mixing, BATCH, inputs)
+
+
 aten = torch.ops.aten
 TABLE = [
     (aten._softmax.default, (1, False), {1}),

@@ -388,8 +388,9 @@ def assert_run_to_run(
     """Fail unless ``function()`` gives the same bits again, and under every pressure.
 
     Args:
-        function: makes its own inputs and returns tensors: a record, mapping, list or module. For
-            the run in another process it has to be defined at the top level of a module.
+        function: makes its own inputs and returns tensors: a record, mapping, list or module, whose
+            gradients are not looked at. For the run in another process it has to be defined at the
+            top level of a module.
         runs: how many plain runs, the first included.
         pressures: what else to try.
         without: names of pressures to leave out, such as ``["2 threads"]``: sums that are divided

@@ -439,7 +439,7 @@ def test_each_failure_counts_once(tmp_path):
         fuzzer._report(graphs[seed], seed, 1, Failure("IndexError", "the pass raises"))
     assert list(fuzzer.found) == ["IndexError: aten.neg.default", "IndexError: aten.exp.default"]
     assert sorted(fuzzer.found.values()) == sorted(tmp_path.iterdir())
-    assert fuzzer.state(0).endswith("2 failures")
+    assert "2 failures (" in fuzzer.state(0)
 
 
 def second_pass(gm, inputs=None):

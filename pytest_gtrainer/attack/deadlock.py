@@ -655,6 +655,13 @@ def _check_group(node: fx.Node, count: int) -> None:
         _check_sizes(node, given, made, count)
     elif name in _SCATTERS:
         _check_sizes(node, made, given, count)
+    elif name.startswith("reduce_scatter_tensor"):
+        for numel in map(_numel, leaves_of(given)):
+            if numel is not None and numel % count:
+                raise ValueError(
+                    f"{node.name} has {numel} elements of all ranks, and its group has {count} "
+                    "ranks, which get as many each"
+                )
 
 
 def _check_lists(node: fx.Node, lists: Any, count: int) -> None:

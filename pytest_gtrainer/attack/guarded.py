@@ -137,15 +137,16 @@ def _settings_kept(noted: set[str], note: Callable[[str], None]) -> Iterator[Non
     try:
         yield
     finally:
-        for name, state in random_state().items():
-            if name in drawn and not torch.equal(state, drawn[name]):
-                note_once(f"the pass changes the random state of {name}, which is put back")
-
         for name, (read, put_back) in _SETTINGS.items():
             now = read()
             if now != before[name]:
                 put_back(before[name])
                 note_once(f"the pass changes {name} to {spell_mode(now)}, which is put back")
+
+        # Under a mode that the pass has left, states could not be compared.
+        for name, state in random_state().items():
+            if name in drawn and not torch.equal(state, drawn[name]):
+                note_once(f"the pass changes the random state of {name}, which is put back")
 
         for name, value in knobs.values().items():
             # A module that the pass imports brings its switches with it.

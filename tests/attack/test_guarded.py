@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pytest_gtrainer.__main__ import main
 from pytest_gtrainer.attack import guarded as module
@@ -108,7 +109,7 @@ def test_what_a_pass_changes_is_put_back_and_named_once(tmp_path):
         return gm
 
     drawn, mine, folder = torch.random.get_rng_state(), random.getstate(), os.getcwd()
-    *random_states, autocast, dtype, grad_mode, working = call(changes, times=2)
+    autocast, dtype, grad_mode, working, *random_states = call(changes, times=2)
     assert random_states == [
         "the pass changes the random state of python, which is put back",
         "the pass changes the random state of torch.cpu, which is put back",
@@ -124,6 +125,18 @@ def test_what_a_pass_changes_is_put_back_and_named_once(tmp_path):
         "the pass changes grad mode to False, which is put back",
         f"the pass changes the working directory to {tmp_path}, which is put back",
     ]
+
+
+def test_a_mode_that_the_pass_leaves_is_ended_and_named():
+    def enters(gm, inputs):
+        FakeTensorMode().__enter__()
+        torch.rand(1)
+        return gm
+
+    (line,) = call(enters)
+    assert "FakeTensorMode" in line
+    assert line.endswith("which is put back")
+    assert type(torch.ones(1)) is torch.Tensor
 
 
 def test_settings_are_put_back_after_an_error():

@@ -59,6 +59,7 @@ from pytest_gtrainer.numerics.record import Record, Tensors
 from pytest_gtrainer.numerics.verdict import Difference, Key, Outcome, Verdict, cut
 from pytest_gtrainer.passes.graph_pass import BoundPass, Pass, all_bound
 from pytest_gtrainer.passes.pipeline import apply_graph_passes
+from pytest_gtrainer.proofs.filled import FilledGraph, takes_state
 from pytest_gtrainer.proofs.proof import Proof, kind_in_words, offer_proof
 from pytest_gtrainer.proofs.prove import prove
 from pytest_gtrainer.references.replicas import on_any_rank
@@ -671,26 +672,54 @@ class PassWitness:
             )
 
     def _see_unproven(
-        self, gm: fx.GraphModule, other: Any, options: Sequence[Any], explanations: list[str]
+        self,
+        sides: Sequence[tuple[str, fx.GraphModule, Any]],
+        options: Sequence[Any],
+        explanations: list[str],
     ) -> None:
-        for pipeline in self._pipelines:
-            if pipeline.result is not gm:
+        for name, gm, other in sides:
+            title = "bisection" if len(sides) == 1 else f"bisection of {name}"
+            stages = self._stages_of(gm, other)
+            if not stages:
+                explanations.append(
+                    f"{title}: this test has not seen its passes run, or it is a copy: give what "
+                    "apply_graph_passes returned, itself"
+                )
                 continue
             try:
-                explanations.append(_bisect_proofs(pipeline.stages, other, *options))
+                is_found, text = _bisect_proofs(stages, other, *options)
             except dist.DistError:
                 raise  # another rank has ended, or is late
             except Exception as error:  # the proof that failed is about to be reported
-                text = f"bisection: unknown, {type(error).__name__}: {error}"
-                explanations.append(text.partition("\n")[0])
+                is_found = False
+                text = f"unknown, {type(error).__name__}: {error}".partition("\n")[0]
+            explanations.append(f"{title}: {text}")
+            if is_found:
+                return
+
+    def _stages_of(self, gm: fx.GraphModule, other: Any) -> Sequence[Stage]:
+        """Return the stages of a result, those after ``other`` if that is one of them."""
+        stages: Sequence[Stage] = []
+        for pipeline in self._pipelines:
+            if pipeline.result is gm:
+                stages = pipeline.stages
+        for pipeline in self._pipelines:
+            number = len(pipeline.stages)
+            is_before = pipeline.result is getattr(other, "gm", other) and number < len(stages)
+            if is_before and list(stages[:number]) == pipeline.stages:
+                return stages[number - 1 :]
+        return stages
 
 
 def _bisect_proofs(
     stages: Sequence[Stage], other: Any, inputs: Any, world: Any, at_least: str
-) -> str:
-    """Find the pass after which a graph is no longer proven equal to ``other``, by halving.
+) -> tuple[bool, str]:
+    """Find a pass before which a graph is proven equal to ``other``, and after which it is not.
 
     On real ranks every rank must call it: a proof is the same on all of them.
+
+    Returns:
+        Whether there is one, and it in words.
     """
     proofs: dict[int, Proof] = {}
 
@@ -703,13 +732,28 @@ def _bisect_proofs(
     last = len(stages) - 1
     if is_apart(0):
         kind = proofs[0].kind
-        return f"bisection: no pass of {last}; the graph before the first one is {kind!r} already"
+        return False, f"no pass of {last}; the graph before the first one is {kind!r} already"
     numbers = range(1, last)
     number = 1 + bisect_left(numbers, True, key=is_apart)
-    own = prove(stages[number].gm, stages[number - 1].gm, inputs=inputs, world=world)
-    own = replace(own, assumes=())  # the proof that failed has named them
+    before, after = stages[number - 1].gm, stages[number].gm
     spent = counted(len(proofs) + 1, "proof")
-    return (
-        f"bisection: introduced by pass {number} of {last}, {stages[number].name} ({spent}); "
-        f"the graph after it against the one before it:\n{own}"
-    )
+    text = f"introduced by pass {number} of {last}, {stages[number].name} ({spent}); "
+    try:
+        own = prove(after, before, inputs=_inputs_of(before, other, inputs), world=world)
+    except dist.DistError:
+        raise
+    except Exception as error:  # the pass is known all the same
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return True, f"{text}how the graph after it differs is unknown, {reason}"
+    own = replace(own, assumes=())  # the proof that failed has named them
+    return True, f"{text}the graph after it against the one before it:\n{own}"
+
+
+def _inputs_of(gm: fx.GraphModule, other: Any, inputs: Any) -> Any:
+    """Return the inputs of a graph, of those for a proof against ``other``."""
+    if isinstance(getattr(other, "gm", other), fx.GraphModule):
+        return inputs
+    # Dynamo's graph and its model have been given the inputs of the model.
+    if takes_state(gm, other, inputs):
+        return FilledGraph(gm, other, inputs).inputs_of_graph()
+    return inputs

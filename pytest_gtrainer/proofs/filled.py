@@ -103,8 +103,12 @@ class FilledGraph(_WithoutPython):
             )
         super().__init__(function, inputs)
         self.gm = gm
-        for node, value in zip(self._placeholders(), self._values(function, inputs), strict=True):
+        for node, value in zip(self._placeholders(), self.inputs_of_graph(), strict=True):
             refuse_another_kind(node, value)
+
+    def inputs_of_graph(self) -> list[Any]:
+        """Return what the call gives to each input of the graph."""
+        return self._values(self.function, self.inputs)
 
     def _placeholders(self) -> list[fx.Node]:
         return list(self.gm.graph.find_nodes(op="placeholder"))

@@ -1178,9 +1178,11 @@ def _explain_by_passes(actual: Any, expected: Any, *options: Any) -> list[str]:
         options: ``inputs``, ``world`` and ``at_least`` of the proof that failed.
     """
     explanations: list[str] = []
-    for given, other in ((actual, expected), (expected, actual)):
+    sides = []
+    for name, given, other in ("actual", actual, expected), ("expected", expected, actual):
         gm = getattr(given, "gm", given)
-        if isinstance(gm, fx.GraphModule) and "gt_passes" in gm.meta:
-            facts.notify("unproven", gm=gm, other=other, options=options, explanations=explanations)
-            break
+        if isinstance(gm, fx.GraphModule) and gm.meta.get("gt_passes"):
+            sides.append((name, gm, other))
+    if sides:
+        facts.notify("unproven", sides=sides, options=options, explanations=explanations)
     return explanations

@@ -214,7 +214,8 @@ class TensorErrors:
                 f"{self.not_judged})"
             )
         allowed = self.allowed(factor)
-        if self.ratio <= allowed < self.ratio_of_largest / _FOR_ONE:
+        of_one = self.ratio_of_largest / _FOR_ONE
+        if of_one > max(allowed, self.ratio):
             return (
                 f"one element has {self.ratio_of_largest:.3g} times the largest error of eager "
                 f"({_FOR_ONE * allowed:.3g} allowed)"

@@ -41,7 +41,6 @@ def add_commands(commands: Any) -> None:
     init.add_argument(
         "--mesh",
         metavar="DP=2,TP=2",
-        default="dp=2,tp=2",
         help="dimensions and sizes of the mesh of --parallel (default: dp=2,tp=2)",
     )
     init.add_argument("--yes", action="store_true", help="write without asking")

@@ -403,9 +403,33 @@ def test_what_is_no_parallel_model_is_refused(project, capsys, arguments, says):
     assert written() == []
 
 
-def test_a_mesh_without_data_parallelism_has_one_batch(project):
+@pytest.mark.parametrize(
+    ("mesh", "says"),
+    [
+        ("tp=2", ", data_dims=())"),
+        ("dp=2,tp=2", ")"),
+        ("fsdp=2", ", data_dims=('fsdp',))"),
+        ("dp_replicate=2,dp_shard=2,cp=2", ", data_dims=('dp_replicate', 'dp_shard'))"),
+        ("mine=2,pp=2", ", data_dims=('mine',))"),
+    ],
+)
+def test_ranks_have_other_batches_unless_they_are_known_to_have_one(project, mesh, says):
+    """With one batch too many, gradients that nobody reduces are those of the unsharded model."""
     arguments = ["init", f"{project}:Model", "--parallel", f"{project}:parallel", "--yes"]
-    assert main([*arguments, "--mesh", "tp=2"]) == 0
-    text = Path("test_gtrainer_parallel.py").read_text()
-    assert 'size=2, mesh={"tp": 2})' in text
-    assert "mesh=gt_mesh, data_dims=())" in text
+    assert main([*arguments, "--mesh", mesh]) == 0
+    assert f"mesh=gt_mesh{says}\n" in Path("test_gtrainer_parallel.py").read_text()
+
+
+def test_a_mesh_of_no_parallel_model_is_refused(project, capsys):
+    assert main(["init", f"{project}:Model", "--mesh", "tp=2", "--yes"]) == 2
+    assert "--mesh is that of a parallel model: give --parallel, too" in capsys.readouterr().err
+    assert written() == []
+
+
+def test_a_job_that_is_there_and_does_not_run_the_test_is_named(project, capsys):
+    arguments = ["init", f"{project}:Model", "--yes"]
+    assert main(arguments) == 0
+    assert "does not run" not in capsys.readouterr().out
+    assert main([*arguments, "--parallel", f"{project}:parallel"]) == 0
+    said = f"\n{FILES[2]} does not run test_gtrainer_parallel.py: add it there\n"
+    assert said in capsys.readouterr().out

@@ -173,7 +173,7 @@ class Comparison:
         if not has_all:
             shown = groups[: _MOST_SHOWN - 1]
         for group in shown:
-            yield f"{indent}{_join(group)}"
+            yield f"{indent}{_join(group, self.parameters)}"
         left_out = sum(map(len, groups[len(shown) :]))
         if left_out:
             hint = f": {option}" if option else ""
@@ -222,18 +222,16 @@ def _by_parameter(
     return list(groups.values())
 
 
-def _join(group: Sequence[Difference]) -> Difference:
+def _join(group: Sequence[Difference], parameters: Collection[str]) -> Difference:
     """Return differences of one parameter as one, with the names of all."""
-    first, *others = sorted(group, key=lambda each: len(each.name.split(".")))
-    if not others:
-        return first
-    depth = min(len(each.name.split(".")) for each in others) - 1
-    ends = [".".join(each.name.split(".")[depth:]) for each in others]
-    parent = ".".join(others[0].name.split(".")[:depth])
-    if first.name == parent:
-        return replace(first, name=f"{parent} and its {', '.join(ends)}")
-    ends.insert(0, ".".join(first.name.split(".")[depth:]))
-    return replace(first, name=f"{', '.join(ends)} of {parent}")
+    if len(group) == 1:
+        return group[0]
+    parameter = _parameter_of(group[0].name, parameters)
+    moments = [each.name.removeprefix(f"{parameter}.") for each in group if each.name != parameter]
+    name = f"{', '.join(moments)} of {parameter}"
+    if len(moments) < len(group):
+        name = f"{parameter} and its {', '.join(moments)}"
+    return replace(group[0], name=name)
 
 
 def compare_runs(

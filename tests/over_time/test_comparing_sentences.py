@@ -662,3 +662,19 @@ def test_rows_and_a_batch_of_more_rows_are_no_whole():
     both = {rank: [rows("a", "b"), large] for rank in range(2)}
     assert whole_of(both) == [(("a", "b"), (2, 2)), (("ff",), (2000, 2))]
     assert whole_of({0: [rows("a"), large], 1: [rows("b"), large]}) is None
+
+
+def test_moments_in_lists_have_whole_names(compared):
+    """State may have other depths, as that of preconditioners."""
+
+    def optimiser(value):
+        entries = {"a": tensor(value)}
+        for name in ("0.w.step", "0.w.pre.0", "0.w.pre.1", "0.b", "0.b.pre.0", "0.b.pre.1"):
+            entries[name] = tensor(value)
+        return [[{"optimiser": entries | {"0.w": tensor(1), "0.b.step": tensor(1)}}]]
+
+    lines = compared(optimiser(1), optimiser(2))
+    assert lines[1:3] == [
+        "  step 0, optimiser: step, pre.0, pre.1 of 0.w, rank 0",
+        "  step 0, optimiser: 0.b and its pre.0, pre.1, rank 0",
+    ]

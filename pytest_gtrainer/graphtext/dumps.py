@@ -106,7 +106,7 @@ def _type(text: str, at: ast.AST) -> ast.expr:
     spelled = text or "_"
     if number := _NUMBER.fullmatch(text):
         # A dump does not say the kind of a number; sizes have neither points nor exponents.
-        kind = "float" if re.search(r"[.]|[0-9]e", number[1]) else "int"
+        kind = "float" if re.search(r"[.]|[0-9]e|\bzf", number[1]) else "int"
         spelled = f"{kind}[{number[1]}]"
     elif tensor := _TENSOR.fullmatch(text):
         dtype, shape, strides, device, index = tensor.groups()

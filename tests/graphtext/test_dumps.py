@@ -205,6 +205,19 @@ def test_a_number_of_a_dump_keeps_its_kind(token, value):
     assert (type(kept), kept) == (type(value), value)
 
 
+def test_symbols_of_a_dump_are_sizes_and_floats():
+    gm = parse(
+        "class M(torch.nn.Module):\n"
+        '    def forward(self, x: "Sym(zf0)", n: "Sym(s1)", rows: "f32[s1][1]cpu"):\n'
+        '        mul: "f32[s1][1]cpu" = torch.ops.aten.mul.Tensor(rows, x)\n'
+        "        return (mul, n)\n"
+    )
+    x, n, _ = (node.meta["val"] for node in gm.graph.find_nodes(op="placeholder"))
+    assert (type(x), type(n)) == (torch.SymFloat, torch.SymInt)
+    (mul,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    assert str(mul.meta["val"].shape[0]) == str(n) != str(x)
+
+
 def test_a_dump_that_is_nested_too_deeply_is_told():
     deep = f"reader.tensor(0, ({'-' * 2000}2,))\n"
     with pytest.raises(TextError, match="nested too deeply"):

@@ -1,6 +1,7 @@
 """Small functions of graph text, each by an example."""
 
 import ast
+import re
 
 import pytest
 import torch
@@ -25,8 +26,10 @@ from pytest_gtrainer.graphtext.header import nearest, read, version_of, write
 from pytest_gtrainer.graphtext.literals import spell_literal
 from pytest_gtrainer.graphtext.operands import may_be_symbolic
 from pytest_gtrainer.graphtext.operators import mesh_dimension, spell_ranks, word
+from pytest_gtrainer.graphtext.rendering import render
 from pytest_gtrainer.graphtext.scopes import scopes_of
 from pytest_gtrainer.graphtext.sections import (
+    NEAR,
     Layer,
     Scope,
     SectionKey,
@@ -52,6 +55,27 @@ from pytest_gtrainer.graphtext.syntax import (
 from pytest_gtrainer.graphtext.torch_spellings import spellings_between
 
 HERE = Layer("layers", 3)
+
+
+@pytest.mark.parametrize("between", [["view_1"], ["view_1", "view_2"], ["view_2", "view_1"]])
+def test_operators_that_are_called_as_values_are_do_not_share_a_name(between):
+    with torch.library._scoped_library("gt_names", "DEF") as library:
+        for name in between:
+            library.define(f"{name}(Tensor x) -> Tensor")
+        graph = fx.Graph()
+        node = graph.placeholder("x")
+        view = torch.ops.aten.view.default
+        nodes = [graph.call_function(view, (node, [4]))]
+        for name in between:
+            operator = getattr(torch.ops.gt_names, name).default
+            nodes.append(graph.call_function(operator, (nodes[-1],)))
+        for _ in range(3):
+            nodes.append(graph.call_function(view, (nodes[-1], [4])))
+        graph.output(tuple(nodes))
+        text = render(fx.GraphModule({}, graph))
+    names = re.findall(r"^    (\w+):? .*= (?:aten\.view|gt_names)", text, re.MULTILINE)
+    assert len(names) == len(nodes), text
+    assert len(set(names)) == len(names), text
 
 
 def test_header():
@@ -84,6 +108,10 @@ def test_words_for_a_line_of_text():
 def test_words_for_modules_and_layers():
     text = "layers.4.wq beside layers.3, my.layers.4"
     assert _relative(text, "layers", 4) == "layers.<+0>.wq beside layers.<-1>, my.layers.4"
+    for away in (NEAR, -NEAR):
+        assert _relative(f"layers.{9 + away}", "layers", 9) == f"layers.<{away:+d}>"
+    for away in (NEAR + 1, -NEAR - 1):
+        assert _relative(f"layers.{9 + away}", "layers", 9) == f"layers.{9 + away}", "is far"
     sections = ["fwd.layers[0]", "fwd.layers[1]", "fwd.layers[2]", "bwd", ""]
     assert spell_sections(sections) == "fwd.layers[0..2], bwd, definitions"
     assert module_of(Scope(("layers.3.norm",), "fwd")) == "layers.3.norm"

@@ -111,6 +111,30 @@ def test_it_is_put_back(monkeypatch: pytest.MonkeyPatch, name: str, fails: bool)
     assert changes == ({name: (before, left)} if decides_bits else {}), "each as (before, after)"
 
 
+@pytest.mark.parametrize("end", [pytest.skip, pytest.fail, sys.exit], ids=["skip", "fail", "exit"])
+@pytest.mark.parametrize("name", ["the environment", "the working directory", "grad mode"])
+def test_it_is_put_back_also_behind_an_end_that_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, name: str, end
+):
+    """These raise what is no ``Exception``."""
+    monkeypatch.setenv("REMOVED_BY_A_TEST", "1")
+    monkeypatch.setenv("CHANGED_BY_A_TEST", "before")
+    read, write = kept()[name]
+    before = read()
+
+    def changes_and_ends() -> None:
+        with restored():
+            CHANGES[name]()
+            end("the end")
+
+    with pytest.raises(BaseException, match="the end") as raised:
+        changes_and_ends()
+    found = read()
+    write(before)
+    assert not isinstance(raised.value, Exception)
+    assert found == before, f"{name} stays as the test has left it"
+
+
 @pytest.mark.parametrize("name", [name for name in CHANGES if name != "alarms"])
 def test_what_was_otherwise_before_is_so_again(monkeypatch: pytest.MonkeyPatch, name: str):
     """The process has changed a switch, and the test changes it back to the usual value.

@@ -43,6 +43,14 @@ def alone(gm, *, random=None):
     return Interpreter(RankGraph(gm, 0, RANKS, {}), NetModel.of_world(RANKS), random=random)
 
 
+@pytest.mark.parametrize(
+    "seeds", [(3, 3, 3), (5, 3, 3), (3, 5, 3), (3, 3, 5)], ids=lambda seeds: str(seeds)
+)
+def test_states_are_of_all_ranks_only_if_no_rank_has_another(seeds):
+    states = [torch.Generator().manual_seed(seed).get_state() for seed in seeds]
+    assert RankRandomStates.of_ranks(states).uniform == (set(seeds) == {3})
+
+
 def noisy(x):
     return torch.nn.functional.dropout(x, 0.5), torch.rand(2)
 

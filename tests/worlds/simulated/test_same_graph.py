@@ -262,15 +262,16 @@ def holding(constant):
 
 
 @pytest.mark.parametrize("count", [1, 2, 100, 5_000])
-@pytest.mark.parametrize("place", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize("place", [0, 0.5, -1], ids=["first", "middle", "last"])
 def test_a_constant_of_another_rank_is_told_whichever_element_it_is(count, place):
     """A rank keeps a digest of many numbers, which is one of all of them."""
     constants = torch.zeros(count), torch.zeros(count), torch.zeros(count)
-    constants[2][place] = 1
+    constants[2][count // 2 if place == 0.5 else place] = 1
     lines = {rank: list(node_lines(holding(each), rank, {})) for rank, each in enumerate(constants)}
     assert max(len(line.text) for line in lines[0]) < 1_200
     assert first_difference({rank: lines[rank] for rank in (0, 1)}) is None
     found = first_difference(lines)
+    assert found is not None, "rank 2 has another number, and its line is that of the others"
     assert (found.rank, found.other, found.place) == (0, 2, 0)
     assert first_difference({5: lines[2], 3: lines[0]}).other == 3
 

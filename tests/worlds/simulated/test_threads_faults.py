@@ -259,6 +259,20 @@ def at_depth(depth):
         dist.recv(torch.ones(1), 0)
 
 
+def waits_below(depth):
+    return waits_below(depth - 1) if depth else dist.recv(torch.ones(1), 0)
+
+
+@pytest.mark.parametrize("depth", [0, 10, 11, 12, 30])
+def test_a_stack_of_many_calls_ends_at_the_line_that_waits(depth):
+    with pytest.raises(Standstill) as caught:
+        run_threads(2, lambda rank: waits_below(depth) if rank else None, net=NetModel(1, 2))
+    text = str(caught.value)
+    assert "return waits_below(depth - 1) if depth else dist.recv(torch.ones(1), 0)" in text
+    assert ", in recv\n" in text, "the collective, which is the innermost call"
+    assert text.count('  File "') <= 12, "the outermost calls are left out"
+
+
 def test_stacks_of_many_ranks_are_told_up_to_a_number():
     with pytest.raises(Standstill) as caught:
         run_threads(9, at_depth, net=NetModel(1, 9))
@@ -366,11 +380,11 @@ def test_a_rank_that_cannot_be_interrupted_is_left_to_itself(monkeypatch):
 def test_ranks_that_take_turns_may_take_longer_together():
     def naps(rank):
         for _ in range(2):
-            time.sleep(0.2)
+            time.sleep(0.3)
             dist.barrier()
         return rank
 
-    assert run(naps, timeout=1) == [0, 1, 2, 3]
+    assert run(naps, timeout=2) == [0, 1, 2, 3]
 
 
 def test_a_rank_that_comes_back_late_does_not_disturb_whose_turn_it_is():

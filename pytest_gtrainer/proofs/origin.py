@@ -25,7 +25,7 @@ from pytest_gtrainer.arithmetic.mode import line_of_program
 from pytest_gtrainer.arithmetic.operators import MOVES, base_name
 from pytest_gtrainer.arithmetic.values import Value
 from pytest_gtrainer.facts import spell_some
-from pytest_gtrainer.graph.nodes import node_fqn
+from pytest_gtrainer.graph.nodes import node_fqn, storage_of, written_operands
 
 
 @dataclass(slots=True)
@@ -171,8 +171,8 @@ class Trail:
             self._writer[storage_id(tensor)] = len(self.steps)
             self.steps.append(Step(where, self._node, self._rank, before, known, place))
 
-    def origin_of(self, result: Tensor) -> str:
-        """Return where the difference of a result begins."""
+    def origin_of(self, result: Tensor, rank: int | None) -> str:
+        """Return where the difference of a rank's result begins."""
         todo = [self._writer.get(storage_id(result))]
         seen: set[int] = set()
         while todo:
@@ -189,7 +189,8 @@ class Trail:
                 where = step.where + _describe_modules_before(step.node)
                 return f"{where}, element {list(step.unknown_at)}"
         nodes = self._by_node.nodes
-        ends = [(node, rank) for (_, rank), node in nodes.items() if node.op == "output"]
+        ends = [(node, at) for (_, at), node in nodes.items() if node.op == "output"]
+        ends.sort(key=lambda end: end[1] != rank)  # where one rank stands for all, that is another
         changed = self._changed_before(*ends[0], itself=True) if ends else ""
         return changed or "a move: the expected program makes every value, at another place"
 
@@ -205,11 +206,27 @@ class Trail:
         changed = self._find_changed(node, rank)
         if changed is None or (changed is node and not itself):
             return ""
-        where, spelled = _describe(changed, rank), _spell(changed)
-        namesake = _spell(self.others.by_node.nodes[changed.name, rank])
-        if spelled == namesake:
-            return where
-        return f"{where}, where {shorten(namesake, _MOST_LETTERS)} is expected"
+        return self._describe_changed(changed, rank)
+
+    def _describe_changed(self, changed: fx.Node, rank: int | None) -> str:
+        """Return a node in words, with what is expected in its place.
+
+        If it stands in both graphs alike, what it reads was written in another way: return the
+        write that has changed, or "" if that cannot be told.
+        """
+        expected = self.others.by_node.nodes
+        namesake = expected[changed.name, rank]
+        if _spell(changed) != _spell(namesake):
+            spelled = shorten(_spell(namesake), _MOST_LETTERS)
+            return f"{_describe(changed, rank)}, where {spelled} is expected"
+        written = _written_before(changed)
+        for node in written:
+            other = expected.get((node.name, rank))
+            if other is None:
+                return _describe(node, rank)
+            if _spell(node) != _spell(other):
+                return self._describe_changed(node, rank)
+        return "" if written or _written_before(namesake) else _describe(changed, rank)
 
     def _find_changed(self, node: fx.Node, rank: int | None) -> fx.Node | None:
         """Go up from a node, as long as it stands in both graphs alike and an operand has another
@@ -243,6 +260,18 @@ class Trail:
             own = self._by_node.nodes.get((name, of_rank))
             same += own is not None and _spell(own) == _spell(node)
         return 4 * same >= 3 * len(expected)
+
+
+def _written_before(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes before a node that write to what it reads, in graph order."""
+    operands = {storage_of(operand) for operand in node.all_input_nodes}
+    before = []
+    for each in node.graph.nodes:
+        if each is node:
+            break
+        if not operands.isdisjoint(map(storage_of, written_operands(each))):
+            before.append(each)
+    return before
 
 
 def _describe(node: fx.Node, rank: int | None) -> str:

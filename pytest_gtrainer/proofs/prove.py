@@ -1118,7 +1118,7 @@ def find_origin(
         with facts.watching({"node": trail.enter_node}):
             programs[0].run(arithmetics[0], trail)
         tensor = programs[0].last.get((first.result, first.rank))
-        origin = "" if tensor is None else trail.origin_of(tensor)
+        origin = "" if tensor is None else trail.origin_of(tensor, first.rank)
     except NoMeaning:
         origin = ""  # the search reads more tensors than the programs do, such as sparse ones
     return _first_reason_of_all_ranks(programs, origin)

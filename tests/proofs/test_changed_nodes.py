@@ -112,3 +112,55 @@ def test_graphs_that_share_few_nodes_are_not_compared_by_name():
         division,
     )
     assert prove(actual, expected).origin == "node div (aten.div.Tensor), element [0]"
+
+
+def written(make_write):
+    """Return a graph that sums a buffer which is written to before; all its sums are results."""
+    graph = torch.fx.Graph()
+    x, buffer = graph.placeholder("x"), graph.placeholder("buffer")
+    for node in (x, buffer):
+        node.meta["val"] = torch.empty(4, 6)
+    sine = graph.call_function(aten.sin.default, (x,))
+    make_write(graph, buffer, x, sine)
+    total = graph.call_function(aten.sum.dim_IntList, (buffer, [0]), name="total")
+    others = [graph.call_function(aten.sum.dim_IntList, (each, [0])) for each in (x, sine)]
+    graph.output((total, sine, *others))
+    return torch.fx.GraphModule({}, graph)
+
+
+def copy_sine(graph, buffer, x, sine):
+    graph.call_function(aten.copy_.default, (buffer, sine))
+
+
+def copy_input(graph, buffer, x, sine):
+    graph.call_function(aten.copy_.default, (buffer, x))
+
+
+def copy_input_to_a_view(graph, buffer, x, sine):
+    rows = graph.call_function(aten.view.default, (buffer, [4, 6]))
+    graph.call_function(aten.copy_.default, (rows, x), name="copy__default")
+
+
+def copy_twice(graph, buffer, x, sine):
+    copy_sine(graph, buffer, x, sine)
+    graph.call_function(aten.copy_.default, (buffer, x), name="again")
+
+
+@pytest.mark.parametrize(
+    ("write", "origin"),
+    [
+        (copy_input, "node copy__default (aten.copy_.default), where aten.copy_.default(buffer, "),
+        (
+            copy_input_to_a_view,
+            "node copy__default (aten.copy_.default), where aten.copy_.default(",
+        ),
+        (copy_twice, "node again (aten.copy_.default)"),
+    ],
+)
+def test_a_changed_write_is_named_and_not_the_node_that_reads_it(write, origin):
+    """The sum stands in both graphs alike."""
+    assert prove(written(write), written(copy_sine)).origin.startswith(origin)
+
+
+def test_a_write_that_is_gone_blames_no_node():
+    assert "total" not in prove(written(copy_sine), written(copy_twice)).origin

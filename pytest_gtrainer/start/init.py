@@ -161,7 +161,7 @@ def run(given: argparse.Namespace) -> int:
         return 2
     test = next(iter(files))
     if _JOB.is_file() and test.name not in _JOB.read_text(encoding="utf-8", errors="replace"):
-        print(f"\n{_JOB} does not run {test}: add it there")
+        print(f"\n{_JOB} does not name {test}: add it, unless its folder runs")
     if given.parallel is not None:
         print(f"\nnext:   python -m pytest {test}")
         print("        then put your loss into its step")

@@ -426,10 +426,10 @@ def test_a_mesh_of_no_parallel_model_is_refused(project, capsys):
     assert written() == []
 
 
-def test_a_job_that_is_there_and_does_not_run_the_test_is_named(project, capsys):
+def test_a_job_that_is_there_and_does_not_name_the_test_is_said(project, capsys):
     arguments = ["init", f"{project}:Model", "--yes"]
     assert main(arguments) == 0
-    assert "does not run" not in capsys.readouterr().out
+    assert "does not name" not in capsys.readouterr().out
     assert main([*arguments, "--parallel", f"{project}:parallel"]) == 0
-    said = f"\n{FILES[2]} does not run test_gtrainer_parallel.py: add it there\n"
+    said = f"\n{FILES[2]} does not name test_gtrainer_parallel.py: add it, unless its folder runs\n"
     assert said in capsys.readouterr().out

@@ -656,11 +656,15 @@ def _check_group(node: fx.Node, count: int) -> None:
     elif name in _SCATTERS:
         _check_sizes(node, made, given, count)
     elif name.startswith("reduce_scatter_tensor"):
-        for numel in map(_numel, leaves_of(given)):
-            if numel is not None and numel % count:
+        for operand in leaves_of(given):
+            value = operand.meta.get("val")
+            if not isinstance(value, Tensor) or type(size) is not int:
+                continue
+            rows = value.shape[0] if value.ndim else 1
+            if type(rows) is int and rows % size:
                 raise ValueError(
-                    f"{node.name} has {numel} elements of all ranks, and its group has {count} "
-                    "ranks, which get as many each"
+                    f"{node.name} has {counted(rows, 'row')} of all ranks, and {size} ranks get as "
+                    "many each"
                 )
 
 

@@ -21,7 +21,12 @@ from pytest_gtrainer.facts import check_type
 from pytest_gtrainer.graph.nodes import BODY, EAGER, MATERIALIZATION, SPLIT_BOUNDARY, annotation
 from pytest_gtrainer.passes.chunking.config import MOE, ChunkConfig, ChunkError
 from pytest_gtrainer.references.chunk_judges import ForwardJudge, check_twins, twin_graphs
-from pytest_gtrainer.references.left_behind import left_tensors, put_back, withhold
+from pytest_gtrainer.references.left_behind import (
+    left_tensors,
+    named_tensors,
+    put_back,
+    withhold,
+)
 from pytest_gtrainer.tracing.model import Attachment, tensor_text
 
 # Names of a block's parameters besides its activation. Masks and positions are cut along the batch
@@ -129,9 +134,11 @@ class _ChunkedForward:
             with self._annotated(BODY, index), following:
                 outputs.append(self.run(*part.args, **part.kwargs))
             following = nullcontext()
+            if index == 0 and before is not None:
+                of_first = named_tensors(self.module)
 
         if before is not None:
-            withhold(self.module, before, self.fqn, self.config.num_chunks)
+            withhold(self.module, before, of_first, self.fqn, self.config.num_chunks)
         with self._annotated(MATERIALIZATION):
             joined = self._join(outputs)
         if judge is not None:

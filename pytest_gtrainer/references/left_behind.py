@@ -55,12 +55,39 @@ def left_tensors(module: nn.Module) -> dict[int, Tensor]:
     return found
 
 
-def withhold(module: nn.Module, before: dict[int, Tensor], fqn: str, num_chunks: int) -> None:
-    """Exchange the tensors that require a gradient, and were not there before a chunked forward."""
+def named_tensors(module: nn.Module) -> dict[str, list[Tensor]]:
+    """Return the tensors in attributes of a module by the name of the attribute."""
+    found: dict[str, list[Tensor]] = {}
+    for holder, key, name in _places(module):
+        leaves = pytree.tree_leaves(holder[key])
+        found.setdefault(name, []).extend(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    return found
+
+
+def withhold(
+    module: nn.Module,
+    before: dict[int, Tensor],
+    of_first: dict[str, list[Tensor]],
+    fqn: str,
+    num_chunks: int,
+) -> None:
+    """Exchange the tensors that require a gradient, and were not there before a chunked forward.
+
+    Args:
+        of_first: those that the first chunk has left. What is the same in both is of no rows, such
+            as a weight that is made of parameters.
+    """
+    made_again = set()
+    for attribute, latest in named_tensors(module).items():
+        # A list may have grown from chunk to chunk.
+        pairs = zip(of_first.get(attribute, ()), latest, strict=False)
+        made_again |= {id(other) for one, other in pairs if _is_same(one, other)}
 
     def exchanged(value: Any, name: str) -> Any:
         is_left = isinstance(value, Tensor) and not isinstance(value, nn.Parameter | LeftTensor)
         if not is_left or id(value) in before or not value.requires_grad:
+            return value
+        if id(value) in made_again:
             return value
         with unseen_by_modes():
             made = torch.empty(0).as_subclass(LeftTensor)
@@ -68,12 +95,23 @@ def withhold(module: nn.Module, before: dict[int, Tensor], fqn: str, num_chunks:
         made.message = (
             f"{fqn} has run in {num_chunks} chunks and left {tensor_text(value)} in its attribute "
             f"{name}, which is read outside of it: it is that of the last chunk alone. Return it "
-            "from the module with the chunk dimension, or compute it outside"
+            "from the module with the chunk dimension, or compute it outside; if no row has a part "
+            "in it, name the module in row_wise="
         )
         return made
 
     for holder, key, name in _places(module):
         _exchange(holder, key, lambda value, name=name: exchanged(value, name))
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    if one is other:
+        return False  # no other chunk has made it again
+    try:
+        with unseen_by_modes(), torch.no_grad():
+            return torch.equal(one, other)
+    except RuntimeError:  # fake tensors, which have no numbers, or other dtypes
+        return False
 
 
 def put_back(module: nn.Module) -> None:

@@ -778,16 +778,18 @@ def test_a_list_has_a_tensor_for_each_rank_of_the_group(call):
             assert_no_deadlock({0: right, 1: wrong}, groups=GROUPS)
 
 
-def test_rows_that_ranks_cannot_share():
-    for target, sent in (
-        ("reduce_scatter_tensor", "whole"),
-        ("reduce_scatter_tensor_coalesced", ["whole"]),
-    ):
-        call = getattr(functional, target), [sent, "sum", 2, "pp"]
-        right, wrong = of_sizes(*call, {"whole": 4}), of_sizes(*call, {"whole": 3})
-        assert_no_deadlock({0: right, 1: right}, groups=GROUPS)
-        with pytest.raises(ValueError, match="has 3 elements of all ranks, and its group has 2"):
-            assert_no_deadlock({0: wrong, 1: wrong}, groups=GROUPS)
+@pytest.mark.parametrize(
+    ("target", "sent"),
+    [("reduce_scatter_tensor", "whole"), ("reduce_scatter_tensor_coalesced", ["whole"])],
+)
+@pytest.mark.parametrize(("shape", "rows"), [([3], 3), ([3, 2], 3), ([1, 4], 1), ([], 1)])
+def test_rows_that_ranks_cannot_share(target, sent, shape, rows):
+    """Torch divides the rows, however many elements there are."""
+    arguments = getattr(functional, target), [sent, "sum", 2, "pp"]
+    right, wrong = (of_sizes(*arguments, {"whole": size}) for size in ([2, 3], shape))
+    assert_no_deadlock({0: right, 1: right}, groups=GROUPS)
+    with pytest.raises(ValueError, match=f"has {rows} rows? of all ranks, and 2 ranks get as many"):
+        assert_no_deadlock({0: wrong, 1: wrong}, groups=GROUPS)
 
 
 def test_lists_of_unequal_length():

@@ -247,10 +247,12 @@ class _PassFileRun:
             raise PassFileError(f"{what}: {error}") from None
         except Exception as error:
             inputs = _samples(self._before, what) if net is None else []
+            if net is None and (end := _why_it_does_not_run(self._before, inputs)) is not None:
+                raise _never_ran(end, what) from None
             if net is not None or _why_it_does_not_run(self._gm, inputs) is None:
                 error.add_note(what)
                 raise
-            _refuse_not_running(self._gm, inputs, error, what)
+            raise _runs_no_more(self._gm, inputs, error, what) from None
 
     def _assert_text(self, expected: str, what: str) -> None:
         __tracebackhide__ = True
@@ -287,13 +289,14 @@ def assert_same_values(
     # A pass may leave the code of the graph stale: only the end of a pipeline recompiles.
     gm.recompile()
 
-    def run_after(given: list[Any]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def run_after(
+        given: list[Any], where: str
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         __tracebackhide__ = True
         try:
             return _run_named(gm, given, start)
         except Exception as error:
-            _refuse_not_running(gm, given, error, what)
-            raise
+            raise _runs_no_more(gm, given, error, where) from None
 
     def check(description: str, changed: list[Any]) -> bool:
         __tracebackhide__ = True
@@ -301,7 +304,7 @@ def assert_same_values(
             outputs, state = _run_named(before, changed, start)
         except Exception as error:
             raise InputsRefused(f"{what}: it does not run on {description}: {error}") from error
-        outputs_after, state_after = run_after(changed)
+        outputs_after, state_after = run_after(changed, f"{what}, on {description}")
         # Not ``assert_bitwise_equal``: it reports results that are not finite, and here they are
         # meant.
         verdict = compare(with_one_nan(outputs_after | state_after), with_one_nan(outputs | state))
@@ -312,10 +315,8 @@ def assert_same_values(
     try:
         outputs, state = _run_named(before, inputs, start)
     except Exception as error:
-        where, words = _end_of_run(before, inputs, error)
-        message = f"{what}: the graph before the passes does not run, {where} raises {words}"
-        raise PassFileError(message) from None
-    outputs_after, state_after = run_after(inputs)
+        raise _never_ran(_end_of_run(before, inputs, error), what) from None
+    outputs_after, state_after = run_after(inputs, what)
     assert_bitwise_equal(outputs_after | state_after, outputs | state, what=what)
     silent = try_extremes(inputs, check) if extremes else []
     nothing = why_nothing_shows(outputs)
@@ -360,15 +361,21 @@ def _end_of_run(gm: fx.GraphModule, inputs: Sequence[Any], error: Exception) -> 
     return _why_it_does_not_run(gm, inputs) or ("the graph", words)
 
 
-def _refuse_not_running(
+def _never_ran(end: tuple[str, str], what: str) -> PassFileError:
+    where, words = end
+    return PassFileError(
+        f"{what}: the graph before the passes does not run, {where} raises {words}"
+    )
+
+
+def _runs_no_more(
     gm: fx.GraphModule, inputs: Sequence[Any], error: Exception, what: str
-) -> None:
-    """Raise a failure in one sentence, with the node, for a rewritten graph that does not run."""
-    __tracebackhide__ = True
+) -> facts.FailedCheck:
+    """Return a failure in one sentence, with the node, for a rewritten graph that does not run."""
     where, words = _end_of_run(gm, inputs, error)
-    raise facts.FailedCheck(
+    return facts.FailedCheck(
         f"{what}: the graph after the passes does not run, {where} raises {words}"
-    ) from None
+    )
 
 
 def _run_named(

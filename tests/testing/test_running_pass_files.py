@@ -190,10 +190,32 @@ def test_a_graph_that_does_not_run_any_more_is_a_sentence_with_file_and_node(wri
     assert failure.value.__suppress_context__
 
 
-def test_a_graph_that_never_ran_is_a_mistake_of_the_file(write):
+@pytest.mark.parametrize("values", ["same", "reordered", "identical"])
+def test_a_graph_that_never_ran_is_a_mistake_of_the_file(write, values):
     never = OF_SUMS.replace("I.y: f32[6]", "I.y: f32[5]")
     with pytest.raises(PassFileError, match=r"the graph before the passes does not run, node add "):
-        run_other_sum(write, "same", never)
+        run_other_sum(write, values, never)
+
+
+def asserting_pass(gm, example_inputs):
+    """Adds what refuses NaN and inf."""
+    (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)
+    with gm.graph.inserting_before(node):
+        given = node.args[0]
+        finite = gm.graph.call_function(torch.ops.aten.isfinite.default, (given,))
+        all_of_it = gm.graph.call_function(torch.ops.aten.all.default, (finite,))
+        gm.graph.call_function(torch.ops.aten._assert_async.msg, (all_of_it, "not finite"))
+    return gm
+
+
+def test_where_only_some_inputs_end_the_run_they_are_named(write):
+    path = write(
+        "# values: same", "# check: count 1 aten.sum", body=OF_SUMS, passes="asserting_pass"
+    )
+    with pytest.raises(
+        facts.FailedCheck, match=r"against before, on .*: the graph after the passes"
+    ):
+        run_pass_file(path, passes={"asserting_pass": asserting_pass})
 
 
 def test_values_that_differ_are_named_as_the_file_names_them(write):

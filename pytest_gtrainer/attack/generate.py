@@ -753,7 +753,7 @@ class _Maker:
             self._call(WAIT, launch)
 
     def _parts(self, node: fx.Node, count: int, dim: int) -> list[fx.Node]:
-        """Cut a value in as many parts, by a split or by slices; now and then they change places."""
+        """Cut a value in as many parts, by a split or slices; now and then they change places."""
         extent = node.meta["val"].shape[dim] // count
         parts: list[fx.Node] = []
         if self.dice.random() < 0.5:

@@ -5,8 +5,8 @@ buckets, splits, pads and other layouts do not hide them. A value that the other
 makes, computed from values that it does make, is where they part. Only values that the differing
 result depends on count.
 
-A value may be wrong and be made elsewhere all the same: of ``sum(x) / 4``, a mean in place of the sum
-makes what the division should. If both programs are graphs of nearly the same nodes, as before and
+A value may be wrong and be made elsewhere all the same: of ``sum(x) / 4``, a mean in place of the
+sum makes what the division should. If both programs are graphs of nearly the same nodes, as before and
 after a pass, the nodes of one name are compared, too: ``ValuesByNode``.
 """
 
@@ -212,7 +212,7 @@ class Trail:
         """Return a node in words, with what is expected in its place.
 
         If it stands in both graphs alike, what it reads was written in another way: return the
-        write that has changed, or "" if that cannot be told.
+        write that has changed, or "" if nobody knows.
         """
         expected = self.others.by_node.nodes
         namesake = expected[changed.name, rank]

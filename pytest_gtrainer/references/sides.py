@@ -356,7 +356,7 @@ class Models:
 
     @property
     def takes_mesh(self) -> bool:
-        """Whether what builds the parallel model takes an argument."""
+        """Return whether the function that builds the parallel model takes an argument."""
         return bool(inspect.signature(self.parallel).parameters)
 
     def _build_parallel(self, mesh: DeviceMesh | None) -> tuple[nn.Module, Step]:

@@ -1,7 +1,8 @@
 """The command ``init``: write a first test, a golden folder and a CI job, after asking.
 
 A file that exists is kept as it is. The model runs once before anything is written, so that the
-test has inputs with which it can run. With ``--parallel`` the test compares the parallel model with it.
+test has inputs with which it can run. With ``--parallel`` the test compares the parallel model with
+it.
 """
 
 import argparse
@@ -101,8 +102,9 @@ def test_the_parallel_model_is_the_unsharded_one(gt_mesh):
     assert_same_model({call}, reference, step, batch, mesh=gt_mesh{data_dims})
 '''
 _JOB = Path(".github/workflows/gtrainer.yml")
-# Ranks along these have one batch. Of another dimension that is not sure, and a test with data_dims=
-# that are too many fails, where one with too few may not see that gradients are not reduced.
+# Ranks along these have one batch. Of another dimension that is not sure, and a test with
+# data_dims= that are too many fails, where one with too few may not see that gradients are not
+# reduced.
 _WITH_ONE_BATCH = ("tp", "cp", "pp", "sp", "tensor", "context", "pipeline", "sequence")
 _README = """Expected results of tests, as text. Read a file before you commit it.
 Later runs compare with it.

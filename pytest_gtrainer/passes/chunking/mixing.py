@@ -42,7 +42,7 @@ class Content(Enum):
     ROUTING = auto()
     """Integers computed across rows: ``order = experts.argsort()``, ``experts.cumsum(0)``."""
     CHOOSING = auto()
-    """Which rows are meant, as others decide: ``experts.cumsum(0) <= 4``, its ``nonzero()``."""
+    """Choices of rows that depend on other rows: ``experts.cumsum(0) <= 4``, its ``nonzero()``."""
     UNIFORM = auto()
     """The same in every row: ``zeros(len(x), 8)``."""
     ROW_NUMBERS = auto()

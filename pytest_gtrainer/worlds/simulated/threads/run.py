@@ -60,8 +60,8 @@ def run_threads(
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on ``size`` ranks of this process.
 
-    Every rank finds ``torch.distributed`` initialised, and adds in the order of ``net``. Autocast of
-    the caller is on in each.
+    Every rank finds ``torch.distributed`` initialised, and adds in the order of ``net``. Autocast
+    of the caller is on in each.
 
     Args:
         under: makes a context for the function of each rank, and one for each collective, such as a

@@ -3,6 +3,7 @@ a project.
 """
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -54,3 +55,42 @@ def test_a_world_of_ours_is_no_name_for_another(names):
         "mine": print,
         "yours": repr,
     }
+
+
+HOOKS = """
+def pytest_gtrainer_models(config): return {names!r}
+def pytest_gtrainer_nets(config): return {names!r}
+"""
+
+
+@pytest.mark.parametrize("fixture", extensions.GIVEN)
+def test_a_test_gets_what_conftests_above_it_give_and_nothing_of_other_folders(pytester, fixture):
+    """Folders beside each other may also give the same name."""
+    for folder, names in {
+        ".": ["of_all"],
+        "a": ["of_a", "own"],
+        "a/inner": ["of_inner"],
+        "b": ["own"],
+    }.items():
+        above = pytester.path / folder
+        above.mkdir(exist_ok=True)
+        given = {name: f"{name} in {folder}" for name in names}
+        (above / "conftest.py").write_text(HOOKS.format(names=given))
+    for folder in (".", "a", "a/inner", "b", "c"):
+        (pytester.path / folder).mkdir(exist_ok=True)
+        (pytester.path / folder / "test_it.py").write_text(
+            f"def test_it({fixture}): print('gets', __file__, {fixture})"
+        )
+    result = pytester.runpytest_inprocess("--import-mode=importlib", "-s")
+    found = {}
+    for file, name in re.findall(r"gets (\S+) (.*)", result.stdout.str()):
+        folder = Path(file).parent.relative_to(pytester.path).as_posix()
+        found.setdefault(folder, set()).add(name)
+    of_a = {"of_all in .", "of_a in a", "own in a"}
+    assert found == {
+        ".": {"of_all in ."},
+        "a": of_a,
+        "a/inner": {*of_a, "of_inner in a/inner"},
+        "b": {"of_all in .", "own in b"},
+        "c": {"of_all in ."},
+    }, result.stdout.str() + result.stderr.str()

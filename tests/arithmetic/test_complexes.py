@@ -85,6 +85,36 @@ EQUAL = {
         lambda x, y: pairs(x) - 2 * pairs(y) + torch.tensor([1.0, 0.0]),
         "reordered",
     ),
+    "a scaled sum": (
+        parts(lambda x, y: torch.add(x, y, alpha=3)),
+        lambda x, y: pairs(x) + 3 * pairs(y),
+        "other kernels",
+    ),
+    "a scaled sum behind a real one": (
+        lambda x, y: torch.view_as_real(torch.add(x[:, :3], of(y), alpha=3)),
+        lambda x, y: stacked(x[:, :3] + 3 * y[:, ::2], 3 * y[:, 1::2]),
+        "other kernels",
+    ),
+    "a scaled sum before a real one": (
+        lambda x, y: torch.view_as_real(torch.add(of(x), y[:, :3], alpha=3)),
+        lambda x, y: stacked(x[:, ::2] + 3 * y[:, :3], x[:, 1::2]),
+        "other kernels",
+    ),
+    "a scaled difference": (
+        parts(lambda x, y: torch.sub(x, y, alpha=3)),
+        lambda x, y: pairs(x) - 3 * pairs(y),
+        "reordered",
+    ),
+    "a scaled difference behind a real one": (
+        lambda x, y: torch.view_as_real(torch.sub(x[:, :3], of(y), alpha=3)),
+        lambda x, y: stacked(x[:, :3] - 3 * y[:, ::2], -3 * y[:, 1::2]),
+        "reordered",
+    ),
+    "a scaled difference before a real one": (
+        lambda x, y: torch.view_as_real(torch.sub(of(x), y[:, :3], alpha=3)),
+        lambda x, y: stacked(x[:, ::2] - 3 * y[:, :3], x[:, 1::2]),
+        "reordered",
+    ),
     "a quotient": (parts(lambda x: x / 3), lambda x: pairs(x) / 3, "other kernels"),
     "times i": (
         parts(lambda x: x * 1j),
@@ -126,8 +156,9 @@ OF_TWO = (
 @pytest.mark.parametrize("name", EQUAL)
 def test_programs_are_equal_in_their_kind(name):
     actual, expected, kind = EQUAL[name]
-    inputs = (X, Y) if name in OF_TWO else (X,)
-    assert prove(actual, expected, inputs=inputs).kind == kind
+    inputs = (X, Y) if name in OF_TWO or name.startswith("a scaled") else (X,)
+    proof = prove(actual, expected, inputs=inputs)
+    assert proof.kind == kind, str(proof)
 
 
 OTHER = {
@@ -166,6 +197,10 @@ def test_a_complex_input_of_a_graph_stands_for_any_numbers():
 
 UNKNOWN = {
     "a size": (lambda x: of(x).abs(), "aten.abs.default of complex numbers"),
+    "a complex factor": (
+        lambda x: torch.add(of(x), of(x), alpha=2j),
+        "a sum with a complex alpha",
+    ),
     "a quotient": (lambda x: 1 / of(x), "aten.reciprocal.default of complex numbers"),
     "a mask": (
         lambda x: of(x).masked_fill(torch.eye(4, 3, dtype=torch.bool), 2),

@@ -287,6 +287,54 @@ def test_what_is_certain_in_spite_of_it(typed, node):
     assert_graph(typed, "count 1 relu -> f32[_, 5]\ncount 1 nonzero -> [_, 2]\ncount 1 topk")
 
 
+SYMBOLS = """\
+s0 = size(4)
+if I:
+  I.x: f32[s0, 4]
+  I.y: f32[4, s0]
+if fwd:
+  relu: f32[s0, 4] = aten.relu(I.x)
+  tanh: f32[4, s0] = aten.tanh(I.y)
+  t: f32[s0, 4][1, s0] = aten.t(I.y)
+if out:
+  yield fwd._.relu
+  yield fwd._.tanh
+  yield fwd._.t
+"""
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        "relu -> [8, 5]",
+        "relu -> [8, ..., 5]",
+        "relu -> [8, 4][4, 2]",
+        "tanh -> [5, 8]",
+        "tanh -> [..., 5, 8]",
+        "tanh -> [4, 8][8, 2]",
+        "tanh -> [5, 8][8, 1]",
+        "t -> [8, 4][2, 8]",
+        "t -> [8, 5][1, 8]",
+    ],
+)
+def test_one_extent_or_stride_decides_whatever_the_symbols_beside_it_are(node):
+    assert_graph(parse(SYMBOLS), f"never {node}\nstart\ncount 0 {node}")
+
+
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        ("relu -> [8, 4]", "its shape is [s0, 4], expected [8, 4]"),
+        ("relu -> [8, ...]", "its shape is [s0, 4], expected [8, ...]"),
+        ("tanh -> [4, 8]", "its shape is [4, s0], expected [4, 8]"),
+        ("tanh -> [4, _][8, 1]", "its strides are [s0, 1], expected [8, 1]"),
+        ("t -> [_, 4][1, 8]", "its strides are [1, s0], expected [1, 8]"),
+    ],
+)
+def test_a_symbol_alone_decides_nothing(node, words):
+    assert words in error_of(parse(SYMBOLS), f"never {node}")
+
+
 def test_an_operator_without_results_has_no_type():
     text = (
         "if I:\n  I.x: b8[()]\nif fwd:\n  _assert_async: _ = aten._assert_async(I.x)\nif out:\n"

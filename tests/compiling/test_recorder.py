@@ -469,6 +469,23 @@ def test_inputs_of_the_first_call_are_what_it_was_given():
     assert (recorded_x.tolist(), x.tolist()) == ([1.0] * 3, [2.0] * 3)
 
 
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+def test_inputs_are_those_of_the_first_call_whatever_is_called_or_written_later(stage):
+    """P6: the backward's, too, which are what the forward kept and a gradient."""
+    x = torch.ones(3, requires_grad=True)
+    with gt_compile() as record:
+        compiled = torch.compile(lambda x: x.sin())
+        for value in (1.0, 2.0, 3.0):
+            with torch.no_grad():
+                x.fill_(value)
+            gradient = torch.full((3,), value)
+            compiled(x).backward(gradient)
+            gradient.zero_()
+    record.assert_compiles(1)
+    found = [tensor.tolist() for tensor in record[0].inputs[stage]]
+    assert found == [[1.0] * 3] * {"forward": 1, "backward": 2}[stage]
+
+
 def test_one_graph_without_breaks(record):
     record.assert_no_graph_breaks()
     record.assert_compiles(1)

@@ -150,6 +150,26 @@ def test_a_bucket_outside_of_the_layers_says_where_it_is_registered():
     assert said["head"] == "registered after the layers"
 
 
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("make", [lambda: nn.Embedding(24, 8), Block], ids=["leaf", "tree"])
+@pytest.mark.parametrize("stack", ["emb_blocks", "embs", "emb2.layers"])
+def test_a_module_whose_name_begins_that_of_the_layers_is_outside_of_them(stack, make, is_before):
+    """``emb`` beside ``emb_blocks``: it holds no layers, and shares the bucket of its place."""
+    layers = nn.ModuleList([Block(), Block()])
+    container, _, name = stack.rpartition(".")
+    children = [(container, nn.ModuleDict({name: layers})) if container else (name, layers)]
+    outside = [("emb", make()), ("other", make())]
+    model = nn.Module()
+    for child, module in outside + children if is_before else children + outside:
+        model.add_module(child, module)
+
+    where = "registered before the layers" if is_before else "registered after the layers"
+    suggested = suggest_plan(model)
+    found = [(bucket.entry, bucket.why) for bucket in suggested.buckets if not bucket.is_layer]
+    assert found == [(["emb", "other"], where)]
+    assert [b.entry for b in suggested.buckets if b.is_layer] == [f"{stack}.0", f"{stack}.1"]
+
+
 @pytest.mark.parametrize(("count", "is_stack"), [(1, False), (2, True), (3, True)])
 def test_a_container_of_one_module_is_no_stack(count, is_stack):
     model = nn.Module()

@@ -277,7 +277,27 @@ def test_gpus_are_those_that_the_caller_may_use():
     assert confined(uuids, None) == (Gpu("0", "GPU-aa"), Gpu("1", "GPU-ab"), Gpu("2", "GPU-cc"))
     assert confined(uuids, "0,7,1") == (Gpu("0", "GPU-aa"),)
     assert confined(uuids, "GPU-a,1") == ()
-    assert confined(uuids, "0,0") == (Gpu("0", "GPU-aa"),)
+
+
+@pytest.mark.parametrize(
+    ("visible", "left"),
+    [
+        ("0,0", ["0"]),
+        ("0,0,1", ["0"]),
+        ("2,0,2,1", ["2", "0"]),
+        ("1, 01 ,0", ["1"]),
+        ("GPU-ab,GPU-ab,0", ["GPU-ab"]),
+        ("GPU-c,GPU-cc,0", ["GPU-c"]),
+        ("GPU-cc,GPU-c,0", ["GPU-cc"]),
+        ("1,GPU-ab,0", ["1"]),
+        ("GPU-ab,1,0", ["GPU-ab"]),
+        ("MIG-a,MIG-a,0", ["MIG-a"]),
+        ("MIG-a,0,MIG-b,0,1", ["MIG-a", "0", "MIG-b"]),
+    ],
+)
+def test_the_list_ends_where_a_gpu_is_named_again(visible, left):
+    """By its index, its UUID or the beginning of it, or by another of these."""
+    assert [gpu.entry for gpu in confined(["GPU-aa", "GPU-ab", "GPU-cc"], visible)] == left
 
 
 MIXED = [("GPU-aa", "small"), ("GPU-ab", "large")]

@@ -146,6 +146,10 @@ LEFT_BEHIND = {
         "module.register_module_parameter_registration_hook(print)",
         "from 0 hooks to 1 hook",
     ),
+    "annotations": (
+        'torch.fx.traceback.current_meta["custom"] = {"EP": "dispatch"}',
+        "annotations of traced nodes from {} to {'EP': 'dispatch'}",
+    ),
     "the default device": (
         'torch.set_default_device("meta")',
         "the default device from cpu to meta",

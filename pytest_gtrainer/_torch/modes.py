@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.modules.module as module
+from torch.fx import traceback
 
 from pytest_gtrainer._torch import private_names
 
@@ -138,6 +139,17 @@ def _set_global_hooks(wanted: list[dict[int, Any]]) -> None:
         registered.update(hooks)
 
 
+def _annotations() -> dict[str, Any]:
+    return dict(traceback.current_meta.get("custom", {}))
+
+
+def _set_annotations(wanted: dict[str, Any]) -> None:
+    if wanted:
+        traceback.current_meta["custom"] = dict(wanted)
+    else:
+        traceback.current_meta.pop("custom", None)
+
+
 # Functions that read each setting and put it back, by name. Modes come first: an active one would
 # see how the others are put back.
 MODES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
@@ -146,6 +158,8 @@ MODES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "autocast": (_autocast, _set_autocast),
     "saved-tensor hooks": (_saved_tensor_hooks, _set_saved_tensor_hooks),
     "global module hooks": (_global_hooks, _set_global_hooks),
+    # A trace that fails may leave them, and each later graph would have them.
+    "annotations of traced nodes": (_annotations, _set_annotations),
     "the default device": (
         torch.get_default_device,
         lambda device: torch.set_default_device(None if device.type == "cpu" else device),

@@ -6,8 +6,8 @@ makes, computed from values that it does make, is where they part. Only values t
 result depends on count.
 
 A value may be wrong and be made elsewhere all the same: of ``sum(x) / 4``, a mean in place of the
-sum makes what the division should. If both programs are graphs of nearly the same nodes, as before and
-after a pass, the nodes of one name are compared, too: ``ValuesByNode``.
+sum makes what the division should. If both programs are graphs of nearly the same nodes, as before
+and after a pass, the nodes of one name are compared, too: ``ValuesByNode``.
 """
 
 import mmap

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import traceback
 from torch.nn.modules import module
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -74,6 +75,7 @@ CHANGES = {
     ),
     "saved-tensor hooks": lambda: [saved_tensors_hooks(str, str).__enter__() for _ in range(2)],
     "global module hooks": hooked_modules,
+    "annotations of traced nodes": lambda: traceback.current_meta.update(custom={"EP": "dispatch"}),
     "the default device": lambda: torch.set_default_device("meta"),
     "the number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     "grad mode": lambda: torch.set_grad_enabled(False),

@@ -30,6 +30,7 @@ from pytest_gtrainer.graph.nodes import is_view, named_arguments
 from pytest_gtrainer.passes.chunking.config import ChunkConfig, ChunkError, ChunkWarning, is_inexact
 
 HOW_MANY = "how many rows there are"
+_OWN_KIND = "bias[expert[order]] in place of bias.repeat_interleave(counts)"
 
 
 class Content(Enum):
@@ -67,11 +68,16 @@ class Rows:
         content: what its rows hold.
         front: positions in front of the chunk dimension, within the dimension it is merged into.
             ``x.flatten(0, 1)`` of ``[4, 6, 8]`` with the chunk dimension 1 has 4.
+        filled: how many rows were written to memory that may have room for more; None if it was
+            made otherwise.
+        is_order: they are numbers below the extent of the chunk dimension, as a sort gives.
     """
 
     dims: tuple[int, ...]
     content: Content = Content.DATA
     front: int = 1
+    filled: int | None = None
+    is_order: bool = False
 
     def positions_in_front(self, tensor: torch.Tensor) -> int:
         """Return how many positions of ``tensor`` are in front of the chunk dimension."""
@@ -461,6 +467,8 @@ _WRITES = frozenset(
     }
 )
 INDEXING = _LOOKUPS | _WRITES
+_BY_ELEMENTS = frozenset({"gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce"})
+"""Their index names a row for each element, not for each row."""
 RESHAPES = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten", "flatten"})
 _UNIFORM_FACTORIES = frozenset(
     {
@@ -780,7 +788,7 @@ def _describe_capacity(call: Call) -> str | None:
         else:
             leaves_out = content is Content.CHOOSING
             if content is Content.ROUTING and into.known.content is not Content.UNIFORM:
-                leaves_out = _is_shorter(call, index, into.value.shape[dim])
+                leaves_out = _is_shorter(call, index, dim, into)
         if leaves_out:
             return (
                 f"leaves out rows of dimension {dim} by integers computed across rows, as a "
@@ -795,10 +803,23 @@ def _is_of_data(known: RowInfo) -> bool:
     return known is not None and not known.is_count
 
 
-def _is_shorter(call: Call, index: Operand, extent: Any) -> bool:
-    """Return whether a fixed number of entries cannot name all rows."""
+def _is_shorter(call: Call, index: Operand, dim: int, into: Operand) -> bool:
+    """Return whether a fixed number of entries cannot name all rows.
+
+    Memory has rows where rows were written to. What is beyond them is room, as for alignment.
+    """
+    extent = into.value.shape[dim]
+    if isinstance(into.known, Rows) and into.known.filled is not None:
+        extent = into.known.filled
     is_fixed = bool(call.part) and has_static_shape(index.value) and type(extent) is int
-    return is_fixed and index.value.numel() < extent
+    return is_fixed and _entries(call, index, dim) < extent
+
+
+def _entries(call: Call, index: Operand, dim: int) -> int:
+    """Return how many rows an index names."""
+    if call.name in _BY_ELEMENTS:
+        return int(index.value.shape[dim])
+    return int(index.value.numel())
 
 
 def _is_listed(call: Call) -> bool:
@@ -887,7 +908,10 @@ def _describe_index(call: Call) -> str | None:
             if is_fixed:
                 return f"chooses rows of dimension {dim} by a fixed number"
         elif content in _ACROSS_ROWS and call.name in _LOOKUPS and is_own_float:
-            return "looks up numbers by integers computed across rows"
+            return (
+                "looks up numbers by integers computed across rows (each row's own numbers may: "
+                f"{_OWN_KIND})"
+            )
     return None
 
 
@@ -942,7 +966,12 @@ def _info_of_result(call: Call, value: Any, dims: tuple[int, ...], what: str) ->
         return Rows(dims, Content.UNIFORM if is_uniform else Content.POSITIONAL)
     # ``bincount`` has an extent that the data decide, which is no number of rows.
     if not dims or call.name == "bincount":
-        return statistics[0] if statistics and not rows else Statistic(what)
+        if not statistics or rows:
+            return Statistic(what)
+        if call.name == "repeat_interleave":
+            # In which order the rows are that it would meet is not known.
+            return Statistic(f"{statistics[0].made_by}, repeated: write {_OWN_KIND}")
+        return statistics[0]
     content = _content_of(call, bool(statistics), value)
     is_bool = getattr(value, "dtype", None) is torch.bool
     if content is Content.ROUTING and (is_bool or _chooses(call)):
@@ -951,7 +980,13 @@ def _info_of_result(call: Call, value: Any, dims: tuple[int, ...], what: str) ->
     if content is Content.DATA and is_selected:
         # The data decide how many rows there are, so these are not the rows that came in.
         content = Content.ROUTED
-    return Rows(dims, content, _front_of(call, value, dims[0]))
+    return Rows(
+        dims,
+        content,
+        _front_of(call, value, dims[0]),
+        _filled_of(call, value, dims[0]),
+        _is_order(call, value, dims[0]),
+    )
 
 
 def is_row_numbers(call: Call) -> bool:
@@ -978,6 +1013,55 @@ def _front_of(call: Call, value: Any, dim: int) -> int:
         if source.value.shape[known.dims[0]] == value.shape[dim]:
             front = max(front, known.front)
     return front
+
+
+def _filled_of(call: Call, value: Any, dim: int) -> int | None:
+    """Return ``Rows.filled`` of a result that has the chunk dimension in ``dim``."""
+    if not call.part or call.name in _CUTS or not has_static_shape(value):
+        return None
+    if call.name in INDEXING:
+        into, chosen = indices_of(call)
+        if call.name not in _WRITES or not isinstance(into.known, Rows):
+            return None
+        filled = into.known.filled
+        if filled is None and into.known.content is Content.UNIFORM:
+            for at, index in chosen:
+                if at == dim and has_static_shape(index.value) and not _is_mask(index):
+                    filled = _entries(call, index, dim)
+        return filled
+    for source, known in call.rows():
+        if known.filled is None or not has_static_shape(source.value):
+            continue
+        if call.name in RESHAPES or source.value.shape[known.dims[0]] == value.shape[dim]:
+            return known.filled
+    return None
+
+
+def _is_order(call: Call, value: Any, dim: int) -> bool:
+    """Return ``Rows.is_order`` of a result that has the chunk dimension in ``dim``."""
+    rows = call.rows()
+    if not rows or is_inexact(value):
+        return False
+    source = rows[0][0].value
+    if not (has_static_shape(source) and has_static_shape(value) and source.shape == value.shape):
+        return False
+    if call.name in ("sort", "argsort"):
+        return value is call.results[-1][0] and call.arguments["dim"] % value.ndim == dim
+    return rows[0][1].is_order and (_copies_all(call, value) or _clamps_nothing(call))
+
+
+def _clamps_nothing(call: Call) -> bool:
+    """Return whether the largest number that a clamp allows is that of the last row, or more.
+
+    So a guard of an index does. Numbers computed of an order may be larger than that.
+    """
+    largest, smallest = call.arguments.get("max"), call.arguments.get("min")
+    if call.name not in ("clamp", "clamp_max") or not isinstance(smallest or 0, int):
+        return False
+    ((source, known),) = call.rows()
+    extent = source.value.shape[known.dims[0]]
+    is_known = known.is_order and type(largest) is int and type(extent) is int
+    return is_known and largest >= extent - 1 and (smallest or 0) <= 0
 
 
 def _content_of(call: Call, has_statistics: bool, value: Any) -> Content:
@@ -1032,7 +1116,7 @@ def _chooses(call: Call) -> bool:
     ``repeat_interleave`` leaves out what is repeated no times.
     """
     rows = [pair for pair in call.rows() if pair[1].content is Content.ROUTING]
-    if not rows:
+    if not rows or _clamps_nothing(call):
         return False
     if call.name == "clamp":
         return call.arguments.get("max") is not None

@@ -201,7 +201,94 @@ def grouped_by_fixed_numbers(x):
     return out[order.argsort()].float().view(x.shape)
 
 
+def aligned_places_of(experts):
+    """Return the order of rows, and their places where each expert's begin at a multiple of 4."""
+    order = order_of(experts)
+    counts = torch.bincount(experts, minlength=3)
+    room = (counts.clamp(min=4) + 3) // 4 * 4
+    numbers = torch.arange(len(experts)) - (counts.cumsum(0) - counts)[experts[order]]
+    return order, (room.cumsum(0) - room)[experts[order]] + numbers
+
+
+def with_room(places_to_read):
+    """Send rows to their experts with room for alignment; read ``places_to_read(order, places)``."""
+
+    def then(x):
+        rows, experts = tokens_of(x)
+        order, places = aligned_places_of(experts)
+        sent = rows.new_zeros(len(rows) + 3 * 4, DIM).index_copy(0, places, rows[order]).tanh()
+        order, places = places_to_read(order, places)
+        return rows.index_add(0, order, sent[places]).view(x.shape)
+
+    return then
+
+
+def with_room_by_elements(x):
+    rows, experts = tokens_of(x)
+    order, places = aligned_places_of(experts)
+    places = places[:, None].expand(-1, DIM)
+    sent = rows.new_zeros(len(rows) + 3 * 4, DIM).scatter(0, places, rows[order])
+    return rows.index_add(0, order, (sent * 2).relu().gather(0, places)).view(x.shape)
+
+
+def half(numbers):
+    return numbers.topk(len(numbers) // 2).indices
+
+
+def aligned_places_up_to_the_last_row(x):
+    """Places with room for alignment are beyond the last row, so this guard moves some of them."""
+    rows, experts = tokens_of(x)
+    order, places = aligned_places_of(experts)
+    places = places.clamp(max=len(rows) - 1)
+    sent = torch.zeros_like(rows).index_copy(0, places, rows[order])
+    return rows.index_add(0, order, sent[places]).view(x.shape)
+
+
+def bias_of_repeated_experts(x):
+    """In any order but that of the experts, a row would get another one's."""
+    rows, experts = tokens_of(x)
+    bias = torch.arange(3.0 * DIM).view(3, DIM)
+    counts = torch.bincount(experts, minlength=3)
+    return (rows + bias.repeat_interleave(counts, dim=0)).view(x.shape)
+
+
+def bias_of_its_expert(x):
+    rows, experts = tokens_of(x)
+    order = order_of(experts)
+    bias = torch.arange(3.0 * DIM).view(3, DIM)
+    return (
+        torch.zeros_like(rows).index_add(0, order, rows[order] + bias[experts[order]]).view(x.shape)
+    )
+
+
+def guarded_order(x):
+    """Clamp an order to the rows, which it never leaves."""
+    rows, experts = tokens_of(x)
+    order = order_of(experts).clamp(0, len(rows) - 1).clamp_max(len(rows))
+    return rows.index_add(0, order, rows[order].tanh()).view(x.shape)
+
+
 MIXING = {
+    "half of what has room": (
+        with_room(lambda order, places: (half(order), places[half(order)])),
+        None,
+        r"aten\.index\.Tensor.* leaves out rows of dimension 0",
+    ),
+    "half of the elements of an order": (
+        lambda x: x + x.gather(0, half(kinds_of(x))[:, None, None].expand(-1, *x.shape[1:])).mean(),
+        None,
+        r"gather.* leaves out rows of dimension 0",
+    ),
+    "places with room, up to the last row": (
+        aligned_places_up_to_the_last_row,
+        None,
+        r"index.* leaves out rows of dimension 0",
+    ),
+    "an order up to half of the rows": (
+        only(lambda experts: order_of(experts).clamp(0, len(experts) // 2)),
+        None,
+        r"index.* leaves out rows of dimension 0",
+    ),
     "a capacity": (
         dropped(lambda experts: places_of(experts) > 4),
         None,
@@ -706,6 +793,10 @@ def load_of_experts(x, observer):
 
 
 ROW_WISE = {
+    "with room for alignment": (with_room(lambda order, places: (order, places)), None),
+    "with room, by elements": (with_room_by_elements, None),
+    "bias of its expert": (bias_of_its_expert, None),
+    "guarded order": (guarded_order, None),
     "in the place of its expert": (in_the_place_of_its_expert, None),
     "expert by expert": (expert_by_expert, None),
     "twice each": (twice_each, None),
@@ -843,7 +934,10 @@ OF_TWINS_ALONE = (
     "an order in two halves",
     "an order folded behind experts",
     "an order grouped by fixed numbers",
+    "half of what has room",
+    "half of the elements of an order",
 )
+WITH_ROOM = ("with room for alignment", "with room, by elements")  # their extents tell it
 FOLLOWED = {name: case for name, case in MIXING.items() if name not in OF_TWINS_ALONE}
 
 
@@ -855,13 +949,21 @@ def test_a_forward_that_has_no_twin_is_followed_while_it_runs(then, extra, messa
     assert "inside layers.0: there lies the batch dimension" in str(refused.value)
 
 
-@pytest.mark.parametrize(("then", "extra"), ROW_WISE.values(), ids=ROW_WISE)
+FOLLOWED_ROWS = {name: case for name, case in ROW_WISE.items() if name not in WITH_ROOM}
+
+
+@pytest.mark.parametrize(("then", "extra"), FOLLOWED_ROWS.values(), ids=FOLLOWED_ROWS)
 def test_a_row_wise_forward_that_has_no_twin(then, extra):
     inputs = token_batch(0, 4, 6)
     expected = ce_step(model_of(then, extra), *inputs)
     torch.testing.assert_close(
         by_eager_code(model_of(deciding(then), extra), BATCH, inputs), expected
     )
+
+
+def test_a_bias_that_is_repeated_by_counts_is_refused_with_the_way_out():
+    with pytest.raises(ChunkError, match=r"repeated: write bias\[expert\[order\]\] in place of"):
+        by_eager_code(model_of(bias_of_repeated_experts), BATCH, token_batch(0, 4, 6))
 
 
 class FoldedAttention(Attention):

@@ -637,13 +637,14 @@ def _check_group(node: fx.Node, count: int) -> None:
         ValueError: its root, its ``group_size`` or the size of its result is of another group.
     """
     root, size = _root(node), argument_of(node, "group_size")
-    if type(root) is int and not 0 <= root < count:
+    # The older operators have ranks in place of a group: those of all groups, and a root of them.
+    is_older = ranks_given(node) is not None
+    if type(root) is int and not 0 <= root < count and not is_older:
         raise ValueError(
             f"{node.name} has the root {root} in a group of {count} ranks: roots are counted in "
             "their group"
         )
-    # The ranks of the older operators are those of all groups.
-    if type(size) is int and size != count and ranks_given(node) is None:
+    if type(size) is int and size != count and not is_older:
         raise ValueError(f"{node.name} has group_size {size}, and its group has {count} ranks")
 
     given = argument_of(node, "input_tensor", "input_tensors", "inputs", "input")

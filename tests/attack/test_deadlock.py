@@ -792,6 +792,16 @@ def test_rows_that_ranks_cannot_share(target, sent, shape, rows):
         assert_no_deadlock({0: wrong, 1: wrong}, groups=GROUPS)
 
 
+def test_an_older_operator_names_its_root_among_all_ranks():
+    older = torch.ops.c10d_functional
+    arguments = older.broadcast, ["part", 3, "", [2, 3], 2]
+    graphs = dict.fromkeys((2, 3), of_sizes(*arguments, {"part": 4}))
+    assert_no_deadlock(graphs)
+    other = of_sizes(older.broadcast, ["part", 2, "", [2, 3], 2], {"part": 4})
+    with pytest.raises(Deadlock, match=r"root 3 .*root 2 "):
+        assert_no_deadlock(graphs | {3: other})
+
+
 def test_lists_of_unequal_length():
     target = c10d.allgather_into_tensor_coalesced_
     wrong = of_sizes(target, [["whole"], ["part"] * 2, "pp"], {"part": 3, "whole": 6})
